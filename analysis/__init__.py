@@ -1,0 +1,1 @@
+"""Pure analysis of captured graphs; imports no torch.distributed."""

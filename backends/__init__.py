@@ -1,0 +1,1 @@
+"""Effects: the Dynamo entry point, communicators and lowering targets."""

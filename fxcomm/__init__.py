@@ -1,0 +1,1 @@
+"""fxcomm: a torch.compile backend for sharded, overlapped data-parallel training."""

@@ -1,0 +1,1 @@
+"""Passes: small functions that rewrite captured graphs."""

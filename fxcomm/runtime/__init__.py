@@ -1,0 +1,1 @@
+"""Runtime: executes a plan; decides nothing."""
