@@ -1,0 +1,33 @@
+"""When a backward graph produces its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch.fx
+
+
+def output_node(graph: torch.fx.Graph) -> torch.fx.Node:
+    """The graph's output node, which ends it."""
+    return next(iter(reversed(graph.nodes)))
+
+
+def output_values(graph: torch.fx.Graph) -> list[torch.fx.Node | None]:
+    """What the graph returns, one entry for each output."""
+    return list(output_node(graph).args[0])  # type: ignore[arg-type]
+
+
+def production_order(graph: torch.fx.Graph, positions: Iterable[int]) -> list[int]:
+    """Output ``positions`` sorted by where the graph computes them; equal places keep their order.
+
+    fx keeps nodes in execution order, and AOTAutograd's partitioner orders a backward graph as
+    autograd's engine would run it.
+    """
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    values = output_values(graph)
+
+    def produced(position: int) -> int:
+        value = values[position]
+        return -1 if value is None else place[value]
+
+    return sorted(positions, key=produced)

@@ -1,0 +1,248 @@
+"""Every private or unstable torch API that fxcomm uses, behind a small public face.
+
+Checked on torch 2.13.0 (CPU, gloo). Supported: 2.11 to 2.14. When a torch release moves something,
+this is the only file to change.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+import torch.distributed as dist
+import torch.distributed._functional_collectives  # registers the _c10d_functional operators
+import torch.fx
+from torch import nn
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch._dynamo.eval_frame import OptimizedModule
+from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._inductor.compile_fx import compile_fx as _compile_fx
+from torch._inductor.compile_fx import compile_fx_inner as _compile_fx_inner
+
+InnerCompiler = Callable[..., Callable[..., Any]]
+
+# Inductor reorders nodes for memory and locality after we chose where collectives start; either
+# pass pulls a wait back to its launch, so both stay off in graphs that hold collectives.
+KEEP_LAUNCH_ORDER: Mapping[str, object] = {
+    "reorder_for_peak_memory": False,
+    "reorder_for_locality": False,
+    "reorder_for_compute_comm_overlap": False,
+}
+
+
+# --- compiling ------------------------------------------------------------------------------
+
+
+def compile_fx(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[object],
+    *,
+    config: Mapping[str, object],
+    inner_compile: InnerCompiler | None = None,
+) -> Callable[..., Any]:
+    """Inductor's whole pipeline, with ``inner_compile`` in the place of its graph compiler.
+
+    AOTAutogradCache is off when ``inner_compile`` is given: on a hit it would skip it.
+    """
+    patches = dict(config) or None
+    if inner_compile is None:
+        return cast(
+            Callable[..., Any],
+            _compile_fx(gm, example_inputs, config_patches=patches),  # type: ignore[arg-type]
+        )
+    with functorch_config.patch(enable_autograd_cache=False):
+        return cast(
+            Callable[..., Any],
+            _compile_fx(
+                gm,
+                example_inputs,  # type: ignore[arg-type]
+                inner_compile=inner_compile,  # type: ignore[arg-type]
+                config_patches=patches,
+            ),
+        )
+
+
+def compile_inner(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[object],
+    *,
+    config: Mapping[str, object] | None = None,
+    **kwargs: object,
+) -> Callable[[list[Any]], Sequence[Any]]:
+    """Inductor's compiler for one post-AOT graph; the result takes a list that it empties."""
+    patch = inductor_config.patch(dict(config)) if config else nullcontext()
+    with patch:
+        return cast(
+            Callable[[list[Any]], Sequence[Any]],
+            _compile_fx_inner(gm, example_inputs, **kwargs),  # type: ignore[arg-type]
+        )
+
+
+def compile_context() -> Callable[[], AbstractContextManager[None]]:
+    """Remembers the tracing context of the running compilation, so that a graph captured in it can
+    be lowered later. The result opens it again."""
+    context = TracingContext.try_get()
+
+    @contextmanager
+    def reopen() -> Iterator[None]:
+        if context is None:
+            yield
+            return
+        with tracing(context):
+            yield
+
+    return reopen
+
+
+def fake_mode_of(values: Sequence[object]) -> Any:
+    """The fake tensor mode of a graph's example values, or None if they are real tensors."""
+    return detect_fake_mode(list(values))
+
+
+class LateGuards:
+    """Guards on symbolic sizes that arise when a graph is compiled after Dynamo made its own.
+
+    Dynamo froze the shape environment by then and would ignore them; the compiled graph would be
+    run outside the sizes it is right for. Here they are recorded; :meth:`hold` checks them on the
+    arguments of a call.
+    """
+
+    def __init__(self, example_inputs: Sequence[object]) -> None:
+        self._symbolic = [
+            i for i, value in enumerate(example_inputs) if isinstance(value, torch.SymInt)
+        ]
+        self._example_inputs = example_inputs
+        self._code: str | None = None
+        mode = detect_fake_mode(list(example_inputs))
+        self._shape_env = mode.shape_env if mode is not None and self._symbolic else None
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Records the guards that the body adds to the graph's shape environment."""
+        env = self._shape_env
+        if env is None:
+            yield
+            return
+        frozen, before = env.frozen, len(env.guards)
+        env.frozen = False
+        try:
+            yield
+        finally:
+            env.frozen = frozen
+        added = env.guards[before:]
+        if added:
+            placeholders = [cast(Any, self._example_inputs[i]) for i in self._symbolic]
+            self._code = env.produce_guards_expression(placeholders, guards=added)
+
+    def hold(self, args: Sequence[object]) -> bool:
+        """Whether the recorded guards hold for the graph's actual arguments."""
+        if self._code is None or self._shape_env is None:
+            return True
+        return bool(
+            self._shape_env.evaluate_guards_expression(
+                self._code, [args[i] for i in self._symbolic]
+            )
+        )
+
+
+# --- what a captured graph says about itself ------------------------------------------------
+
+
+def gradient_inputs(output: torch.fx.Node) -> dict[int, int]:
+    """Which outputs of a post-AOT backward graph are gradients of which graph inputs.
+
+    Returns a map from output position to the index of the input in Dynamo's graph.
+    """
+    descriptors = output.meta.get("desc") or ()
+    return {
+        position: descriptor.grad_of.idx
+        for position, descriptor in enumerate(descriptors)
+        if isinstance(descriptor, GradAOTOutput)
+        and isinstance(descriptor.grad_of, PlainAOTInput)
+        and output.args[0][position] is not None  # type: ignore[index]
+    }
+
+
+def parameter_names(gm: torch.fx.GraphModule) -> dict[str, str]:
+    """Dynamo's flat placeholder names mapped to fully qualified parameter names."""
+    return dict(gm.meta.get("dynamo_flat_name_to_original_fqn") or {})
+
+
+def unwrap_module(module: nn.Module) -> nn.Module:
+    """The user's module behind ``torch.compile``'s wrapper."""
+    return module._orig_mod if isinstance(module, OptimizedModule) else module
+
+
+def modules_on_stack() -> list[nn.Module]:
+    """Modules whose call is in progress, innermost first, without ``torch.compile``'s wrappers.
+
+    A Dynamo backend is not told which module it compiles for, nor which model that module is a
+    part of; the calls that led to it say both.
+    """
+    found: list[nn.Module] = []
+    frame = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            module = unwrap_module(owner)
+            if not any(module is known for known in found):
+                found.append(module)
+        frame = cast(Any, frame.f_back)
+    return found
+
+
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
+    """Whether the user registered a hook that runs on the parameter's gradient."""
+    return bool(getattr(parameter, "_backward_hooks", None))
+
+
+def post_accumulate_hooks(parameter: torch.Tensor) -> int:
+    """How many post-accumulate-gradient hooks the parameter has."""
+    return len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
+
+
+# --- autograd -------------------------------------------------------------------------------
+
+
+def backward_id() -> int:
+    """An id of the ``backward()`` that runs in this thread, -1 outside of one."""
+    return int(torch._C._current_graph_task_id())
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Runs ``callback`` when the running ``backward()`` has computed every gradient."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+# --- process groups -------------------------------------------------------------------------
+
+
+def group_store(group: dist.ProcessGroup | None) -> Store:
+    """The store under the default group, with keys of their own for each group of ranks."""
+    store = dist.distributed_c10d._get_default_store()
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    return PrefixStore("fxcomm/" + ",".join(map(str, ranks)), store)
+
+
+def group_backend(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The name of the backend that serves ``device`` in ``group``: "gloo", "nccl", "fake", ..."""
+    config = dist.get_backend_config(group)
+    by_device = dict(item.split(":") for item in config.split(",") if ":" in item)
+    return by_device.get(device.type, config)
+
+
+def group_name(group: dist.ProcessGroup) -> str:
+    """The name under which functional collectives find the group."""
+    return str(group.group_name)
+
+
+def group_timeout(group: dist.ProcessGroup | None) -> timedelta:
+    """The time after which the group's collectives fail."""
+    return dist.distributed_c10d._get_default_timeout(dist.get_backend(group))

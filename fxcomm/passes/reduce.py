@@ -1,0 +1,273 @@
+"""Passes that put the reduction of gradient buckets into a backward graph.
+
+``pack_buckets`` gathers the gradients of each bucket in one flat buffer, ``launch_reductions``
+starts each bucket's collective as soon as its last gradient exists, ``bound_in_flight`` waits
+inside the graph for the oldest ones when too many bytes are in flight. What is still in flight at
+the end of the graph is returned un-waited for the runtime to finish.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+import torch.fx
+
+from fxcomm import compat
+from fxcomm.analysis.gradients import output_node, output_values
+from fxcomm.communicator import Collective, OperatorCall, apply_calls
+from fxcomm.passes.pipeline import GraphPass
+from fxcomm.passes.stamp import KEY, BucketKey, Role, Stamp, insert_call, stamp_of
+
+_aten = torch.ops.aten
+
+InsertCall = Callable[[OperatorCall, torch.fx.Node], torch.fx.Node]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of elements of a bucket: ``numel`` elements from ``start`` of the gradient at output
+    ``position``, read in the order of its parameter's memory (``order`` lists the dimensions from
+    the slowest)."""
+
+    position: int
+    order: tuple[int, ...]
+    start: int
+    numel: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class BucketTask:
+    """One bucket to reduce in a graph: where its elements come from and how it is reduced."""
+
+    key: BucketKey
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+    pieces: tuple[Piece, ...]
+    parameters: tuple[str, ...]
+    collective: Collective
+
+
+@dataclass(frozen=True)
+class ReduceContext:
+    """What the reduce passes work on. ``tasks`` come in launch order; ``dropped`` are the output
+    positions whose gradients no longer leave the graph."""
+
+    tasks: tuple[BucketTask, ...]
+    dropped: frozenset[int]
+    in_flight_bytes: int | None = None
+
+    def task(self, key: BucketKey) -> BucketTask:
+        """The task of a bucket."""
+        return next(task for task in self.tasks if task.key == key)
+
+
+@dataclass(frozen=True)
+class ReducedBucket:
+    """How a lowered graph returns a bucket: the indices of its outputs. ``launched`` is the
+    collective's raw result and must be kept with ``packed``, its operand, until the wait; or the
+    graph waited itself and ``shard`` is the finished mean."""
+
+    key: BucketKey
+    packed: int | None = None
+    launched: int | None = None
+    shard: int | None = None
+
+
+def _fake_mode(gm: torch.fx.GraphModule) -> AbstractContextManager[object]:
+    values = [v.meta.get("val") for v in output_values(gm.graph) if v is not None]
+    return compat.fake_mode_of(values) or nullcontext()
+
+
+def _set_outputs(gm: torch.fx.GraphModule, values: Sequence[torch.fx.Node | None]) -> None:
+    node = output_node(gm.graph)
+    node.args = (tuple(values),)
+    if "user_visible_output_idxs" in node.meta:
+        # Inductor keeps the strides of visible outputs; ours have but one.
+        visible = set(node.meta["user_visible_output_idxs"])
+        node.meta["user_visible_output_idxs"] = [
+            i for i, v in enumerate(values) if i in visible and v is not None
+        ]
+
+
+def pack_buckets(gm: torch.fx.GraphModule, context: ReduceContext) -> torch.fx.GraphModule:
+    """Adds one flat buffer for each bucket, filled right after the bucket's last gradient exists
+    and never before the buffer of the bucket ahead of it."""
+    graph = gm.graph
+    values = output_values(graph)
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    nodes = list(graph.nodes)
+    first_computed = next(i for i, node in enumerate(nodes) if node.op != "placeholder")
+    anchor = first_computed - 1
+    packed: list[torch.fx.Node] = []
+    with _fake_mode(gm):
+        for task in context.tasks:
+            needed = [place[_gradient(values, piece)] for piece in task.pieces]
+            anchor = max([anchor, *needed])
+            with graph.inserting_before(nodes[anchor + 1]):
+                packed.append(_pack(graph, task, values))
+    kept = [None if i in context.dropped else value for i, value in enumerate(values)]
+    _set_outputs(gm, [*kept, *packed])
+    return gm
+
+
+def _gradient(values: Sequence[torch.fx.Node | None], piece: Piece) -> torch.fx.Node:
+    value = values[piece.position]
+    assert value is not None, f"output {piece.position} holds no gradient"
+    return value
+
+
+def _pack(
+    graph: torch.fx.Graph, task: BucketTask, values: Sequence[torch.fx.Node | None]
+) -> torch.fx.Node:
+    """The flat buffer of one bucket; gaps between parameters and padding are zero."""
+    stamp = Stamp(task.key, "pack", "BACKWARD", task.parameters)
+
+    def call(step: OperatorCall, value: torch.fx.Node | list[torch.fx.Node]) -> torch.fx.Node:
+        return insert_call(graph, step, value, stamp)
+
+    parts: list[torch.fx.Node] = []
+    for piece, gap in _with_gaps(task):
+        if piece is not None:
+            parts.append(_flat_piece(call, task, piece, _gradient(values, piece)))
+        if gap:
+            parts.append(_zeros(graph, gap, task, stamp))
+    flat = parts[0] if len(parts) == 1 else call(OperatorCall(_aten.cat.default), parts)
+    flat = apply_calls(task.collective.prepare, flat, call)
+    flat.meta[KEY] = replace(stamp, final=True)
+    return flat
+
+
+def _zeros(graph: torch.fx.Graph, numel: int, task: BucketTask, stamp: Stamp) -> torch.fx.Node:
+    node = graph.call_function(
+        _aten.full.default, ([numel], 0), {"dtype": task.dtype, "device": task.device}
+    )
+    node.meta["val"] = torch.empty([numel], dtype=task.dtype, device=task.device)
+    node.meta[KEY] = stamp
+    return node
+
+
+def _with_gaps(task: BucketTask) -> Iterator[tuple[Piece | None, int]]:
+    """Each piece with the number of unused elements that follow it in the bucket."""
+    if not task.pieces:
+        yield None, task.numel
+        return
+    ends = [piece.offset for piece in task.pieces[1:]] + [task.numel]
+    if task.pieces[0].offset:
+        yield None, task.pieces[0].offset
+    for piece, end in zip(task.pieces, ends, strict=True):
+        yield piece, end - piece.offset - piece.numel
+
+
+def _flat_piece(
+    call: InsertCall, task: BucketTask, piece: Piece, gradient: torch.fx.Node
+) -> torch.fx.Node:
+    """A piece of a gradient as a flat run of the bucket's dtype."""
+    value: torch.Tensor = gradient.meta["val"]
+    node = gradient
+    if piece.order != tuple(range(value.dim())):
+        node = call(OperatorCall(_aten.permute.default, (list(piece.order),)), node)
+    # reshape copies when the gradient's memory is not in the parameter's order.
+    node = call(OperatorCall(_aten.reshape.default, ([value.numel()],)), node)
+    if piece.numel != value.numel():
+        end = piece.start + piece.numel
+        node = call(OperatorCall(_aten.slice.Tensor, (0, piece.start, end)), node)
+    if value.dtype != task.dtype:
+        node = call(OperatorCall(torch.ops.prims.convert_element_type.default, (task.dtype,)), node)
+    return node
+
+
+def launch_reductions(gm: torch.fx.GraphModule, context: ReduceContext) -> torch.fx.GraphModule:
+    """Starts the collective of every packed bucket right behind its buffer.
+
+    The buffer stays among the graph's outputs: it must live until the wait, and a graph's output
+    is the one thing whose memory Inductor never gives to something else.
+    """
+    launched: list[torch.fx.Node] = []
+    with _fake_mode(gm):
+        for buffer, stamp in _stamped(gm, "pack"):
+            task = context.task(stamp.bucket)
+            launch = replace(stamp, role="launch")
+            with gm.graph.inserting_after(buffer):
+                launched.append(insert_call(gm.graph, task.collective.launch, buffer, launch))
+    _set_outputs(gm, [*output_values(gm.graph), *launched])
+    return gm
+
+
+def bound_in_flight(gm: torch.fx.GraphModule, context: ReduceContext) -> torch.fx.GraphModule:
+    """Before a launch that would exceed the limit, waits for the oldest reductions.
+
+    A bucket that the graph waited for leaves it as its finished mean; its buffer is freed.
+    """
+    limit = context.in_flight_bytes
+    if limit is None:
+        return gm
+    values = output_values(gm.graph)
+    packed = {stamp.bucket: node for node, stamp in _stamped(gm, "pack")}
+    in_flight: deque[tuple[torch.fx.Node, Stamp, int]] = deque()
+    with _fake_mode(gm):
+        for launch, stamp in _stamped(gm, "launch"):
+            task = context.task(stamp.bucket)
+            nbytes = task.numel * task.dtype.itemsize
+            while in_flight and nbytes + sum(size for *_, size in in_flight) > limit:
+                oldest, old_stamp, _ = in_flight.popleft()
+                with gm.graph.inserting_before(launch):
+                    shard = _finish(gm.graph, context.task(old_stamp.bucket), oldest, old_stamp)
+                values[values.index(oldest)] = shard
+                values.remove(packed[old_stamp.bucket])
+            in_flight.append((launch, stamp, nbytes))
+    _set_outputs(gm, values)
+    return gm
+
+
+def _finish(
+    graph: torch.fx.Graph, task: BucketTask, launch: torch.fx.Node, launched: Stamp
+) -> torch.fx.Node:
+    stamp = replace(launched, role="finish", final=False)
+    shard = apply_calls(
+        task.collective.finish, launch, lambda step, value: insert_call(graph, step, value, stamp)
+    )
+    shard.meta[KEY] = replace(stamp, final=True)
+    return shard
+
+
+def _stamped(gm: torch.fx.GraphModule, role: Role) -> list[tuple[torch.fx.Node, Stamp]]:
+    """The final nodes of a role with their stamps, in graph order."""
+    stamps = ((node, stamp_of(node)) for node in gm.graph.nodes)
+    return [(n, s) for n, s in stamps if s is not None and s.role == role and s.final]
+
+
+def reduced_buckets(gm: torch.fx.GraphModule) -> tuple[ReducedBucket, ...]:
+    """Where a rewritten graph returns each of its buckets, in launch order."""
+    found: dict[BucketKey, dict[str, int]] = {}
+    field = {"pack": "packed", "launch": "launched", "finish": "shard"}
+    for index, value in enumerate(output_values(gm.graph)):
+        stamp = None if value is None else stamp_of(value)
+        if stamp is not None:
+            found.setdefault(stamp.bucket, {})[field[stamp.role]] = index
+    return tuple(ReducedBucket(key, **found[key]) for key in _launch_order(gm, found))
+
+
+def _launch_order(
+    gm: torch.fx.GraphModule, keys: dict[BucketKey, dict[str, int]]
+) -> Iterator[BucketKey]:
+    order = (stamp.bucket for _, stamp in _stamped(gm, "launch"))
+    return (key for key, _ in itertools.groupby(order) if key in keys)
+
+
+REDUCE_PASSES: tuple[GraphPass[ReduceContext], ...] = (
+    GraphPass("pack_buckets", pack_buckets, provides=frozenset({"packed buckets"})),
+    GraphPass(
+        "launch_reductions",
+        launch_reductions,
+        requires=frozenset({"packed buckets"}),
+        provides=frozenset({"launched reductions"}),
+    ),
+    GraphPass("bound_in_flight", bound_in_flight, requires=frozenset({"launched reductions"})),
+)

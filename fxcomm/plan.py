@@ -1,0 +1,143 @@
+"""The overlap plan: everything that a step's communication is decided by, as a value.
+
+Analysis and planning produce it, the runtime executes it, ranks compare it; nothing else crosses.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fxcomm.layout import ParameterSpec, ShardLayout, build_layout
+
+MEGABYTE = 2**20
+
+# DDP's bucket size; the named baseline "bucket-25mb".
+BASELINE_BUCKET_BYTES = 25 * MEGABYTE
+# Four baseline buckets: enough to keep a link busy, and bounded for models of any size.
+BASELINE_IN_FLIGHT_BYTES = 4 * BASELINE_BUCKET_BYTES
+
+
+@dataclass(frozen=True)
+class GraphExecution:
+    """One run of a captured backward graph: the parameters (indices) to which it contributed, in
+    the order in which it produced their gradients."""
+
+    graph: int
+    parameters: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ObservedBackward:
+    """What one ``backward()`` did: graph runs in order, and the parameters that received a gradient
+    from outside every captured graph."""
+
+    executions: tuple[GraphExecution, ...] = ()
+    eager: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class OverlapPlan:
+    """A layout, how its buckets are launched, and limits.
+
+    Buckets are launched in the order of their numbers on every rank. ``in_graph[b]`` says whether
+    bucket ``b`` may start inside the backward graph that completes it; the others start when the
+    backward has ended. ``in_flight_bytes`` bounds the buckets that are being reduced while a
+    backward graph runs (None: no bound).
+    """
+
+    name: str
+    layout: ShardLayout
+    in_graph: tuple[bool, ...]
+    in_flight_bytes: int | None
+
+    def to_json(self) -> str:
+        """The plan as JSON text; equal plans give equal texts."""
+        fields = {
+            "name": self.name,
+            "layout": json.loads(self.layout.to_json()),
+            "in_graph": self.in_graph,
+            "in_flight_bytes": self.in_flight_bytes,
+        }
+        return json.dumps(fields, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> OverlapPlan:
+        """Reads :meth:`to_json`'s text.
+
+        Raises:
+            ValueError: the text is not a plan, or its parts do not fit together.
+        """
+        try:
+            fields = json.loads(text)
+            layout = ShardLayout.from_json(json.dumps(fields["layout"]))
+            in_graph = tuple(bool(flag) for flag in fields["in_graph"])
+            limit = fields["in_flight_bytes"]
+            plan = cls(str(fields["name"]), layout, in_graph, None if limit is None else int(limit))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not an overlap plan: {error!r}") from error
+        if len(plan.in_graph) != len(layout.buckets):
+            raise ValueError(
+                f"the plan has {len(layout.buckets)} buckets and {len(in_graph)} launch places"
+            )
+        return plan
+
+
+def launch_runs(count: int, observed: ObservedBackward) -> tuple[list[list[int]], list[int]]:
+    """Groups ``count`` parameters by where their gradient is complete.
+
+    A parameter whose only contribution in a backward comes from one run of one graph is complete
+    there. Everything else (several contributions, a contribution from outside the graphs, none) is
+    complete only when the backward has ended.
+
+    Returns:
+        The parameters of each graph run in production order, and the rest in reverse order of
+        registration, which is roughly the order of backward.
+    """
+    contributions = Counter(p for e in observed.executions for p in e.parameters)
+    runs_of = Counter(execution.graph for execution in observed.executions)
+    settled = {
+        parameter
+        for execution in observed.executions
+        if runs_of[execution.graph] == 1
+        for parameter in execution.parameters
+        if contributions[parameter] == 1 and parameter not in observed.eager
+    }
+    runs = [[p for p in e.parameters if p in settled] for e in observed.executions]
+    rest = [p for p in reversed(range(count)) if p not in settled]
+    return [run for run in runs if run], rest
+
+
+def baseline_plan(
+    parameters: Sequence[ParameterSpec],
+    observed: ObservedBackward,
+    *,
+    world_size: int,
+    bucket_bytes: int | None,
+    in_flight_bytes: int | None,
+    split: bool,
+) -> OverlapPlan:
+    """Fixed-size buckets in the order in which ``observed`` produced the gradients.
+
+    ``bucket_bytes`` None is DDP's 25 MB. Buckets never mix parameters of two graph runs, so that
+    each starts inside the graph that completes it. ``split`` allows large tensors to be cut.
+    """
+    runs, rest = launch_runs(len(parameters), observed)
+    layout = build_layout(
+        [[parameters[p] for p in run] for run in [*runs, rest]],
+        world_size=world_size,
+        bucket_bytes=bucket_bytes or BASELINE_BUCKET_BYTES,
+        split=split,
+    )
+    late = {parameters[p].name for p in rest}
+    return OverlapPlan(
+        name="bucket-25mb" if bucket_bytes is None else f"bucket-{bucket_bytes}b",
+        layout=layout,
+        in_graph=tuple(
+            not any(layout.parameters[s.parameter].name in late for s in bucket.segments)
+            for bucket in layout.buckets
+        ),
+        in_flight_bytes=in_flight_bytes,
+    )
