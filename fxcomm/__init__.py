@@ -1,1 +1,36 @@
-"""fxcomm: a torch.compile backend for sharded, overlapped data-parallel training."""
+"""fxcomm: a torch.compile backend for sharded, overlapped data-parallel training.
+
+    model = torch.compile(Model(), backend="fxcomm")
+
+is the whole interface of plain training; the names below are for what plain torch has no word for.
+"""
+
+from fxcomm.api import full_grad, no_sync, optimizer_state_bytes, stats, synchronize
+from fxcomm.errors import (
+    FxcommError,
+    OptionsError,
+    RankMismatchError,
+    ShardedGradientError,
+    UnsupportedModelError,
+    UnsupportedOptimizerError,
+)
+from fxcomm.options import Options
+from fxcomm.runtime.statistics import StepStats
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FxcommError",
+    "Options",
+    "OptionsError",
+    "RankMismatchError",
+    "ShardedGradientError",
+    "StepStats",
+    "UnsupportedModelError",
+    "UnsupportedOptimizerError",
+    "full_grad",
+    "no_sync",
+    "optimizer_state_bytes",
+    "stats",
+    "synchronize",
+]

@@ -36,6 +36,9 @@ KEEP_LAUNCH_ORDER: Mapping[str, object] = {
     "reorder_for_compute_comm_overlap": False,
 }
 
+# What ``torch.compile``'s wrapper puts in front of the names of the parameters below it.
+COMPILED_PREFIX = "_orig_mod."
+
 
 # --- compiling ------------------------------------------------------------------------------
 
@@ -106,6 +109,20 @@ def fake_mode_of(values: Sequence[object]) -> Any:
     return detect_fake_mode(list(values))
 
 
+def boxed(run: Callable[[list[Any]], Sequence[Any]]) -> Callable[[list[Any]], Sequence[Any]]:
+    """Marks a callable as one that takes its arguments in a list, which it empties.
+
+    A plain function, since AOTAutograd wraps what a compiler returns and only a function's
+    attributes survive that.
+    """
+
+    def call(args: list[Any]) -> Sequence[Any]:
+        return run(args)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
 class LateGuards:
     """Guards on symbolic sizes that arise when a graph is compiled after Dynamo made its own.
 
@@ -122,6 +139,11 @@ class LateGuards:
         self._code: str | None = None
         mode = detect_fake_mode(list(example_inputs))
         self._shape_env = mode.shape_env if mode is not None and self._symbolic else None
+
+    @property
+    def any(self) -> bool:
+        """Whether there is anything to check."""
+        return self._code is not None
 
     @contextmanager
     def recording(self) -> Iterator[None]:

@@ -1,0 +1,130 @@
+"""The Dynamo entry point: what ``torch.compile(model, backend="fxcomm")`` calls with each graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+import torch.fx
+from fxcomm.analysis.gradients import output_node, production_order
+from fxcomm.backends.groups import open_environment, training_group
+from fxcomm.backends.lowering import backward_lowering, compile_graph
+from torch import nn
+
+from fxcomm import compat
+from fxcomm.options import Options
+from fxcomm.registry import REGISTRY
+from fxcomm.runtime.backward_graph import CapturedBackward
+from fxcomm.runtime.model import ManagedModel
+from fxcomm.runtime.parameters import ManagedParameter
+from fxcomm.runtime.start import start
+
+
+def fxcomm(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Mapping[str, object] | None = None,
+    **torch_compile_arguments: object,
+) -> Callable[..., Any]:
+    """Compiles one Dynamo graph for training on several ranks.
+
+    In one process it is plain Inductor. Otherwise the first graph of a model makes ranks compare
+    the model and gives all of them rank 0's parameters, and backward graphs reduce gradients.
+
+    Raises:
+        FxcommError: something cannot be done right; the message says what to change.
+    """
+    del torch_compile_arguments  # such as mode, which torch.compile passes on
+    parsed = Options.from_mapping(options)
+    group = training_group(parsed)
+    parameters = {
+        index: value
+        for index, value in enumerate(example_inputs)
+        if isinstance(value, nn.Parameter) and value.requires_grad
+    }
+    if group is None:
+        return compat.compile_fx(gm, example_inputs, config=parsed.inductor_config())
+    model = _model_for(gm, list(parameters.values()), parsed, group)
+
+    def compile_post_aot(
+        graph: torch.fx.GraphModule, inputs: Sequence[object], **kwargs: Any
+    ) -> Callable[..., Any]:
+        if model is not None and kwargs.get("is_backward"):
+            lower = backward_lowering(graph, inputs, parsed, **kwargs)
+            gradients = _gradients(graph, parameters, model)
+            return compat.boxed(model.add_graph(CapturedBackward(graph, gradients, lower)))
+        return compile_graph(graph, inputs, parsed, **kwargs)
+
+    return compat.compile_fx(
+        gm, example_inputs, config=parsed.inductor_config(), inner_compile=compile_post_aot
+    )
+
+
+def _model_for(
+    gm: torch.fx.GraphModule,
+    parameters: Sequence[nn.Parameter],
+    options: Options,
+    group: dist.ProcessGroup,
+) -> ManagedModel | None:
+    """The model that manages the graph's parameters, begun if this is its first graph; None for a
+    graph that trains none."""
+    known = REGISTRY.models_of(parameters)
+    if known:
+        return known[0]
+    if not parameters:
+        return None
+    root = _root_of(parameters)
+    model = ManagedModel(REGISTRY.next_number(), options, open_environment(group, options))
+    start(model, _named(gm, parameters, root), root)
+    REGISTRY.add(model, root)
+    return model
+
+
+def _root_of(parameters: Sequence[nn.Parameter]) -> nn.Module | None:
+    """The outermost module being called that contains the graph's parameters: the user's model,
+    of which perhaps only a part is compiled."""
+    wanted = {id(p) for p in parameters}
+    owners = [
+        module
+        for module in compat.modules_on_stack()
+        if any(id(p) in wanted for p in module.parameters())
+    ]
+    return owners[-1] if owners else None
+
+
+def _named(
+    gm: torch.fx.GraphModule, parameters: Sequence[nn.Parameter], root: nn.Module | None
+) -> list[tuple[str, nn.Parameter]]:
+    """Trained parameters with their names, each once: all of the root's, or the graph's alone."""
+    if root is not None:
+        named = [
+            (n.replace(compat.COMPILED_PREFIX, ""), p)
+            for n, p in root.named_parameters()
+            if p.requires_grad
+        ]
+    else:
+        named = []
+    covered = {id(p) for _, p in named}
+    names = list(compat.parameter_names(gm).values())
+    strays = [p for p in dict.fromkeys(parameters) if id(p) not in covered]
+    for number, parameter in enumerate(strays):
+        name = names[number] if root is None and len(names) == len(strays) else f"graph.{number}"
+        named.append((name, parameter))
+    return named
+
+
+def _gradients(
+    gm: torch.fx.GraphModule, parameters: Mapping[int, nn.Parameter], model: ManagedModel
+) -> tuple[tuple[int, ManagedParameter], ...]:
+    """The positions of the model's parameter gradients among a backward graph's outputs, in the
+    order in which the graph computes them."""
+    inputs = compat.gradient_inputs(output_node(gm.graph))
+    gradients = []
+    for position in production_order(gm.graph, inputs):
+        parameter = parameters.get(inputs[position])
+        found = None if parameter is None else REGISTRY.find(parameter)
+        # Another model's gradient leaves the graph; autograd hands it over as from outside.
+        if found is not None and found[0] is model:
+            gradients.append((position, found[1]))
+    return tuple(gradients)

@@ -1,0 +1,155 @@
+"""Which model manages a parameter, and which sharded optimizer stands behind a user's.
+
+A Dynamo backend is a function that torch calls with a graph, and an optimizer's step is a method
+that the user calls; neither hands over any state of ours. This registry is where they find it: the
+one place in fxcomm that outlives a call. It holds nothing alive that the user has dropped.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
+
+from fxcomm.runtime.adoption import ReplicatedOptimizer, adopt
+from fxcomm.runtime.model import ManagedModel
+from fxcomm.runtime.optimizer import AdoptedOptimizer, Managed
+from fxcomm.runtime.parameters import ManagedParameter
+
+
+class Registry:
+    """See the module's docstring."""
+
+    def __init__(self) -> None:
+        # Values are weak as well: a managed model holds its parameters.
+        self._owner = WeakTensorKeyDictionary()
+        self._by_root: weakref.WeakKeyDictionary[nn.Module, ManagedModel] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._adopted = WeakIdKeyDictionary()
+        self._count = 0
+        self._hooked = False
+
+    def next_number(self) -> int:
+        """A number for a new managed model, the same on every rank that makes the same models."""
+        self._count += 1
+        return self._count
+
+    def add(self, model: ManagedModel, root: nn.Module | None) -> None:
+        """Registers a model and its parameters; ``root`` keeps the model alive."""
+        if root is not None:
+            self._by_root[root] = model
+        self.refresh(model)
+        if not self._hooked:
+            self._hooked = True
+            register_optimizer_step_pre_hook(self._before_step)
+            register_optimizer_step_post_hook(self._after_step)
+
+    def refresh(self, model: ManagedModel) -> None:
+        """Registers parameters that were added to a model."""
+        for managed in model.parameters:
+            self._owner[managed.parameter] = (weakref.ref(model), weakref.ref(managed))
+
+    def find(self, parameter: torch.Tensor) -> tuple[ManagedModel, ManagedParameter] | None:
+        """The model that manages a parameter, and the parameter as it knows it."""
+        entry = self._owner.get(parameter)
+        if entry is None:
+            return None
+        model, managed = entry[0](), entry[1]()
+        return None if model is None or managed is None else (model, managed)
+
+    def models_of(self, parameters: Iterable[torch.Tensor]) -> list[ManagedModel]:
+        """The models that manage any of the parameters, in order of appearance."""
+        found = (self.find(p) for p in parameters)
+        return list(dict.fromkeys(entry[0] for entry in found if entry is not None))
+
+    def managed(self, optimizer: torch.optim.Optimizer) -> Managed:
+        """The optimizer's managed parameters."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        found = {id(p): self.find(p) for p in parameters}
+        return {key: entry for key, entry in found.items() if entry is not None}
+
+    def adopted(
+        self, optimizer: torch.optim.Optimizer
+    ) -> AdoptedOptimizer | ReplicatedOptimizer | None:
+        """What stands behind a user's optimizer, None before its first step."""
+        return self._adopted.get(optimizer)
+
+    # --- hooks on every optimizer ---
+
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Puts the sharded twin in the optimizer's place for the step that is about to run."""
+        adopted = self.adopted(optimizer)
+        if adopted is None or not adopted.covers(optimizer):
+            if not self.managed(optimizer):
+                return None
+            if adopted is None:
+                self._hook_state(optimizer)
+            adopted = self._adopted[optimizer] = adopt(optimizer, self, adopted)
+        adopted.before_step(optimizer)
+        args, kwargs = _with_closure(args, kwargs, adopted.take_gradients)
+        return (adopted.stand_in(optimizer), *args[1:]), kwargs
+
+    def _after_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        adopted = self.adopted(optimizer)
+        if adopted is not None:
+            adopted.after_step(optimizer)
+            for model in adopted.models:
+                model.end_step()
+
+    def _hook_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Makes the optimizer's state dict the whole one, in both directions."""
+        optimizer.register_state_dict_post_hook(self._fill_state)
+        optimizer.register_load_state_dict_pre_hook(self._before_load)
+        optimizer.register_load_state_dict_post_hook(self._after_load)
+
+    def _fill_state(
+        self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
+    ) -> dict[str, Any]:
+        adopted = self.adopted(optimizer)
+        if isinstance(adopted, AdoptedOptimizer):
+            state_dict["state"] = adopted.full_state(optimizer)
+        return state_dict
+
+    def _before_load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        adopted = self.adopted(optimizer)
+        if isinstance(adopted, AdoptedOptimizer):
+            adopted.expect_state(state_dict)
+
+    def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
+        adopted = self.adopted(optimizer)
+        if isinstance(adopted, AdoptedOptimizer):
+            adopted.load_state(optimizer)
+
+
+def _with_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], after: Callable[[], None]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The step's arguments with ``after`` run behind each call of the closure, if there is one."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        return args, kwargs
+
+    def wrapped() -> Any:
+        loss = closure()
+        after()
+        return loss
+
+    if len(args) > 1:
+        return (args[0], wrapped, *args[2:]), kwargs
+    return args, {**kwargs, "closure": wrapped}
+
+
+REGISTRY = Registry()

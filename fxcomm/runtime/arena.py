@@ -1,0 +1,362 @@
+"""An arena: the parameters that one plan covers, their buckets, and the reductions in flight.
+
+Arenas execute; which bucket holds what, and when it may start, is in the plan. A
+:class:`ShardedArena` keeps a shard of each bucket's mean gradient (stages zero1 and zero2), a
+:class:`ReplicatedArena` gives every rank whole gradients (stage ddp).
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from fxcomm.communicator import Collective, Communicator, apply_calls, call_eagerly
+from fxcomm.layout import Segment
+from fxcomm.passes.reduce import BucketTask, Piece
+from fxcomm.passes.stamp import BucketKey
+from fxcomm.plan import OverlapPlan
+from fxcomm.runtime.parameters import ManagedParameter
+from fxcomm.runtime.statistics import StepMeter
+
+# Gives a parameter's flat gradient, or None where this rank has none and contributes zeros.
+TakeGradient = Callable[[ManagedParameter], torch.Tensor | None]
+
+_LOW_PRECISION = frozenset({torch.float16, torch.bfloat16})
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which gradients and optimizer state of a parameter of ``dtype`` are kept."""
+    return torch.float32 if dtype in _LOW_PRECISION else dtype
+
+
+@dataclass
+class Reduction:
+    """A bucket's reduction: in flight (``packed`` and ``launched``) or finished (``result``)."""
+
+    bucket: int
+    collective: Collective
+    packed: torch.Tensor | None = None
+    launched: torch.Tensor | None = None
+    result: torch.Tensor | None = None
+
+
+class Arena(ABC):
+    """Buckets of one plan; see the module's docstring.
+
+    ``next_bucket`` is the first bucket that the running backward has not launched. Buckets are
+    launched in the order of their numbers on every rank, once in each backward that touches the
+    arena.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        plan: OverlapPlan,
+        parameters: Sequence[ManagedParameter],
+        communicator: Communicator,
+        wire_dtype: torch.dtype | None,
+        meter: StepMeter,
+    ) -> None:
+        by_name = {p.name: p for p in parameters}
+        self.number = number
+        self.plan = plan
+        self.parameters = [by_name[spec.name] for spec in plan.layout.parameters]
+        self.communicator = communicator
+        self._wire_dtype = wire_dtype
+        self._meter = meter
+        self.next_bucket = 0
+        self._reductions: list[Reduction] = []
+        for slot, parameter in enumerate(self.parameters):
+            parameter.arena, parameter.slot = self, slot
+
+    @property
+    def bucket_count(self) -> int:
+        """Number of buckets."""
+        return len(self.plan.layout.buckets)
+
+    @abstractmethod
+    def _collective(self, numel: int, dtype: torch.dtype) -> Collective:
+        """How a bucket is reduced."""
+
+    def wire_dtype(self, bucket: int) -> torch.dtype:
+        """The dtype in which a bucket's gradients travel."""
+        return self._wire_dtype or getattr(torch, self.plan.layout.buckets[bucket].dtype)
+
+    def collective(self, bucket: int) -> Collective:
+        """The reduction of a bucket."""
+        return self._collective(self.plan.layout.buckets[bucket].numel, self.wire_dtype(bucket))
+
+    def members(self, bucket: int) -> list[ManagedParameter]:
+        """The parameters of which the bucket holds elements."""
+        segments = self.plan.layout.buckets[bucket].segments
+        return [self.parameters[segment.parameter] for segment in segments]
+
+    def task(self, bucket: int, positions: Mapping[int, int]) -> BucketTask:
+        """The bucket's reduction for a graph that returns parameters' gradients at ``positions``
+        (output position by parameter index)."""
+        spec = self.plan.layout.buckets[bucket]
+        members = self.members(bucket)
+        return BucketTask(
+            key=BucketKey(self.number, bucket),
+            numel=spec.numel,
+            dtype=self.wire_dtype(bucket),
+            device=members[0].parameter.device,
+            pieces=tuple(
+                Piece(positions[p.index], p.order, s.parameter_offset, s.numel, s.offset)
+                for p, s in zip(members, spec.segments, strict=True)
+            ),
+            parameters=tuple(p.name for p in members),
+            collective=self.collective(bucket),
+        )
+
+    # --- launching ---
+
+    def launched_in_graph(self, reduction: Reduction) -> None:
+        """Takes over a reduction that a backward graph launched, the next in order."""
+        assert reduction.bucket == self.next_bucket, "a graph launched a bucket out of order"
+        self.next_bucket += 1
+        self._meter.sent(reduction.collective.sent_bytes)
+        self._reductions.append(reduction)
+
+    def launch_remaining(self, take: TakeGradient) -> None:
+        """Launches every bucket that is left in this backward."""
+        self.launch(range(self.next_bucket, self.bucket_count), take)
+        self.next_bucket = self.bucket_count
+
+    def launch(self, buckets: Iterable[int], take: TakeGradient) -> None:
+        """Fills ``buckets`` and starts their reductions, in order."""
+        flats: dict[int, torch.Tensor | None] = {}
+        for bucket in buckets:
+            collective = self.collective(bucket)
+            packed = self._pack(bucket, take, flats)
+            packed = apply_calls(collective.prepare, packed, call_eagerly)
+            launched = call_eagerly(collective.launch, packed)
+            self._meter.sent(collective.sent_bytes)
+            self._reductions.append(Reduction(bucket, collective, packed, launched))
+
+    def _pack(
+        self,
+        bucket: int,
+        take: TakeGradient,
+        flats: dict[int, torch.Tensor | None],
+    ) -> torch.Tensor:
+        """A filled bucket. ``flats`` remembers gradients that continue in the next bucket."""
+        spec = self.plan.layout.buckets[bucket]
+        members = self.members(bucket)
+        packed = torch.zeros(
+            spec.numel, dtype=self.wire_dtype(bucket), device=members[0].parameter.device
+        )
+        for parameter, segment in zip(members, spec.segments, strict=True):
+            if parameter.index not in flats:
+                flats[parameter.index] = take(parameter)
+            flat = flats[parameter.index]
+            if flat is not None:
+                source = flat[segment.parameter_offset : segment.parameter_offset + segment.numel]
+                packed[segment.offset : segment.offset + segment.numel].copy_(source)
+        return packed
+
+    # --- finishing ---
+
+    def finish_reductions(self) -> list[Reduction]:
+        """Waits for every reduction in flight, in launch order, and returns them finished."""
+        finished, self._reductions = self._reductions, []
+        start = time.perf_counter()
+        for reduction in finished:
+            if reduction.launched is not None:
+                reduction.result = apply_calls(
+                    reduction.collective.finish, reduction.launched, call_eagerly
+                )
+                reduction.packed = reduction.launched = None
+        self._meter.waited(time.perf_counter() - start)
+        self.next_bucket = 0
+        return finished
+
+
+class ReplicatedArena(Arena):
+    """Buckets whose mean every rank gets whole."""
+
+    def _collective(self, numel: int, dtype: torch.dtype) -> Collective:
+        return self.communicator.all_reduce_mean(numel, dtype)
+
+    def gradients(self, reductions: Iterable[Reduction]) -> dict[int, torch.Tensor]:
+        """Mean gradients of the parameters in finished ``reductions``, by parameter index, as views
+        of the buckets. Plans for this stage do not cut parameters."""
+        found: dict[int, torch.Tensor] = {}
+        for reduction in reductions:
+            assert reduction.result is not None
+            segments = self.plan.layout.buckets[reduction.bucket].segments
+            for parameter, segment in zip(self.members(reduction.bucket), segments, strict=True):
+                flat = reduction.result[segment.offset : segment.offset + segment.numel]
+                flat = flat.to(parameter.parameter.dtype)
+                found[parameter.index] = parameter.unflatten(flat)
+        return found
+
+
+@dataclass(frozen=True)
+class OwnedSegment:
+    """A run of a parameter's elements that this rank owns: where it lies in the parameter (flat,
+    memory order) and in the shard of a bucket, and a view of those parameter elements."""
+
+    bucket: int
+    shard_offset: int
+    parameter_offset: int
+    elements: torch.Tensor
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.elements.numel()
+
+    def of_shard(self, shard: torch.Tensor) -> torch.Tensor:
+        """The segment's part of a tensor that holds a value for every element of the shard."""
+        return shard[self.shard_offset : self.shard_offset + self.numel]
+
+    def of_parameter(self, flat: torch.Tensor) -> torch.Tensor:
+        """The segment's part of a tensor with a value for every element of the parameter."""
+        return flat[self.parameter_offset : self.parameter_offset + self.numel]
+
+
+class ShardedArena(Arena):
+    """Buckets of which each rank keeps one shard of the mean gradient.
+
+    On creation the parameters move into one flat memory for each dtype and device, in the plan's
+    order, so that a bucket is a range of it and is gathered in place.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        plan: OverlapPlan,
+        parameters: Sequence[ManagedParameter],
+        communicator: Communicator,
+        wire_dtype: torch.dtype | None,
+        meter: StepMeter,
+        gather_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(number, plan, parameters, communicator, wire_dtype, meter)
+        self._gather_dtype = gather_dtype
+        self.buckets = self._move_parameters()
+        self.gradients: list[torch.Tensor | None] = [None] * self.bucket_count
+        self._owned: dict[int, list[OwnedSegment]] = {p.index: [] for p in self.parameters}
+        for bucket, elements in enumerate(self.buckets):
+            shard = elements.chunk(communicator.world_size)[communicator.rank]
+            for segment in plan.layout.shard_segments(bucket, communicator.rank):
+                self._own(bucket, shard, segment)
+
+    def _own(self, bucket: int, shard: torch.Tensor, segment: Segment) -> None:
+        elements = shard[segment.offset : segment.offset + segment.numel]
+        owned = OwnedSegment(bucket, segment.offset, segment.parameter_offset, elements)
+        self._owned[self.parameters[segment.parameter].index].append(owned)
+
+    def _move_parameters(self) -> list[torch.Tensor]:
+        layout = self.plan.layout
+        devices = {p.parameter.device.type: p.parameter.device for p in self.parameters}
+        memory = {
+            (dtype, device): torch.zeros(numel, dtype=getattr(torch, dtype), device=devices[device])
+            for (dtype, device), numel in layout.memory_numel().items()
+        }
+        for slot, parameter in enumerate(self.parameters):
+            segments = layout.parameter_segments(slot)
+            if segments:
+                bucket, segment = segments[0]
+                spec = layout.buckets[bucket]
+                start = spec.start + segment.offset
+                flat = memory[spec.dtype, spec.device]
+                parameter.rebind(flat[start : start + parameter.parameter.numel()])
+        return [
+            torch.from_dlpack(memory[b.dtype, b.device][b.start : b.start + b.numel])
+            for b in layout.buckets
+        ]
+
+    def _collective(self, numel: int, dtype: torch.dtype) -> Collective:
+        return self.communicator.reduce_scatter_mean(numel, dtype)
+
+    def rounds(self, dtype: torch.dtype) -> bool:
+        """Whether updated parameters of ``dtype`` are rounded to another dtype to be gathered."""
+        return self._gather_dtype not in (None, dtype)
+
+    def owned(self, parameter: ManagedParameter) -> list[OwnedSegment]:
+        """The parameter's elements that this rank owns."""
+        return self._owned[parameter.index]
+
+    def owned_gradients(self, parameter: ManagedParameter) -> list[torch.Tensor]:
+        """This rank's part of the parameter's mean gradient, one tensor for each owned segment."""
+        return [segment.of_shard(self._kept(segment.bucket)) for segment in self.owned(parameter)]
+
+    def _kept(self, bucket: int) -> torch.Tensor:
+        kept = self.gradients[bucket]
+        if kept is None:
+            kept = self.gradients[bucket] = self.new_shard(bucket)
+        return kept
+
+    def new_shard(self, bucket: int) -> torch.Tensor:
+        """A zero tensor with one element for each of this rank's elements of the bucket."""
+        numel = self.plan.layout.shard_numel(bucket)
+        elements = self.buckets[bucket]
+        return torch.zeros(numel, dtype=accumulation_dtype(elements.dtype), device=elements.device)
+
+    def accumulate(self, reductions: Iterable[Reduction], accumulating: Collection[int]) -> None:
+        """Folds finished ``reductions`` into the kept gradient shards: added for the parameters in
+        ``accumulating`` (indices), replacing for all others."""
+        for reduction in reductions:
+            assert reduction.result is not None
+            self._accumulate(reduction.bucket, reduction.result, accumulating)
+
+    def _accumulate(self, bucket: int, mean: torch.Tensor, accumulating: Collection[int]) -> None:
+        mean = mean.to(accumulation_dtype(self.buckets[bucket].dtype))
+        kept = self.gradients[bucket]
+        if kept is None or not any(p.index in accumulating for p in self.members(bucket)):
+            self.gradients[bucket] = mean
+            return
+        rank = self.communicator.rank
+        for segment in self.plan.layout.shard_segments(bucket, rank):
+            part = slice(segment.offset, segment.offset + segment.numel)
+            if self.parameters[segment.parameter].index in accumulating:
+                kept[part].add_(mean[part])
+            else:
+                kept[part].copy_(mean[part])
+
+    def absorb(self, parameter: ManagedParameter, gradient: torch.Tensor) -> None:
+        """Keeps this rank's part of a whole mean gradient."""
+        flat = parameter.flatten(gradient)
+        for segment in self.owned(parameter):
+            segment.of_shard(self._kept(segment.bucket)).copy_(segment.of_parameter(flat))
+
+    # --- gathering ---
+
+    def gather(self, buckets: Iterable[int]) -> None:
+        """Brings the updated elements of every rank to all: starts all gathers, then waits."""
+        gathers = [self._start_gather(bucket) for bucket in buckets]
+        start = time.perf_counter()
+        for bucket, buffer, work in gathers:
+            work.wait()
+            if buffer is not self.buckets[bucket]:
+                self.buckets[bucket].copy_(buffer)
+        self._meter.waited(time.perf_counter() - start)
+
+    def _start_gather(self, bucket: int) -> tuple[int, torch.Tensor, dist.Work]:
+        buffer = self.buckets[bucket]
+        if self.rounds(buffer.dtype):
+            buffer = buffer.to(self._gather_dtype)
+        self._meter.sent(self.communicator.all_gather_bytes(buffer.numel() * buffer.itemsize))
+        return bucket, buffer, self.communicator.all_gather(buffer)
+
+    def gather_whole(
+        self, parameter: ManagedParameter, pieces: Sequence[torch.Tensor], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """A tensor of the parameter's shape and of ``dtype`` from every rank's ``pieces`` for its
+        owned segments.
+
+        Collective: every rank calls it for the same parameter.
+        """
+        device = parameter.parameter.device
+        flat = torch.zeros(parameter.parameter.numel(), dtype=dtype, device=device)
+        for segment, piece in zip(self.owned(parameter), pieces, strict=True):
+            segment.of_parameter(flat).copy_(piece)
+        self.communicator.all_reduce(flat, "sum")
+        return parameter.unflatten(flat)

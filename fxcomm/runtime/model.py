@@ -1,0 +1,544 @@
+"""The managed model: a root module's parameters, their synchronisation, and one training step.
+
+The rules it keeps (DESIGN): in each backward that touches an arena every rank launches the arena's
+buckets once, in order, whatever its own graphs produced; a bucket starts only when every
+contribution that is expected is in; what comes later than expected is reduced in another round
+that all ranks agree on.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fxcomm import compat
+from fxcomm.communicator import Communicator, apply_calls, call_eagerly
+from fxcomm.errors import FxcommError, UnsupportedModelError
+from fxcomm.options import Options
+from fxcomm.plan import (
+    BASELINE_IN_FLIGHT_BYTES,
+    MEGABYTE,
+    GraphExecution,
+    ObservedBackward,
+    OverlapPlan,
+    baseline_plan,
+)
+from fxcomm.runtime.agreement import Agreement
+from fxcomm.runtime.arena import Arena, ReplicatedArena, ShardedArena, accumulation_dtype
+from fxcomm.runtime.backward_graph import BackwardGraph, CapturedBackward
+from fxcomm.runtime.backward_pass import BackwardPass, PresenceExchange
+from fxcomm.runtime.buffers import MutableBuffers
+from fxcomm.runtime.gradient import ShardedGradient
+from fxcomm.runtime.norms import gradient_norms
+from fxcomm.runtime.parameters import ManagedParameter
+from fxcomm.runtime.statistics import StepMeter
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The ranks a model trains on. ``connect`` opens a new process group for collectives on a
+    device; ``control`` is a group for small CPU tensors."""
+
+    agreement: Agreement
+    rank: int
+    world_size: int
+    control: dist.ProcessGroup
+    connect: Callable[[torch.device], Communicator]
+
+
+@dataclass
+class _Pending:
+    """A backward that has ended and whose reductions may still be in flight. ``present`` are the
+    parameters (indices) with a gradient, ``accumulating`` those whose earlier gradient is kept;
+    ``late`` holds this rank's contributions that came after their bucket was launched."""
+
+    exchange: PresenceExchange
+    present: set[int]
+    accumulating: set[int]
+    late: BackwardPass
+
+
+class ManagedModel:
+    """See the module's docstring. One for each root module; never shared between threads that run
+    backwards at the same time."""
+
+    def __init__(self, number: int, options: Options, environment: Environment) -> None:
+        self.number = number
+        self.options = options
+        self.environment = environment
+        self.parameters: list[ManagedParameter] = []
+        self.arenas: list[Arena] = []
+        self.meter = StepMeter()
+        self.buffers = MutableBuffers()
+        self.synchronising = True
+        self._graphs: weakref.WeakSet[BackwardGraph] = weakref.WeakSet()
+        self._graph_count = 0
+        self._dense: Communicator | None = None
+        self._pass: BackwardPass | None = None
+        self._callback: weakref.ref[Callable[[], None]] | None = None
+        self._pending: _Pending | None = None
+        self._unsynced = False
+        self.observed = ObservedBackward()
+        self._norms: dict[float, dict[int, torch.Tensor]] = {}
+        self._topics = 0
+        self._changed_buffers: set[int] = set()
+
+    @property
+    def sharded(self) -> bool:
+        """Whether gradients and optimizer state are sharded (stages zero1 and zero2)."""
+        return self.options.stage != "ddp"
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the model's group."""
+        return self.environment.rank
+
+    @property
+    def dense(self) -> Communicator:
+        """Collectives outside the plan, in program order: plain reductions, norms, buffers."""
+        if self._dense is None:
+            self._dense = self.environment.connect(self.parameters[0].parameter.device)
+        return self._dense
+
+    def topic(self, name: str) -> str:
+        """A new key under which ranks agree on something."""
+        self._topics += 1
+        return f"model{self.number}/{self._topics}/{name}"
+
+    def add_parameters(self, named: Sequence[tuple[str, nn.Parameter]]) -> list[ManagedParameter]:
+        """Takes charge of parameters, the same on every rank and in the same order."""
+        added = []
+        for name, parameter in named:
+            managed = ManagedParameter(len(self.parameters), name, parameter)
+            self.parameters.append(managed)
+            added.append(managed)
+            self._watch(managed)
+        return added
+
+    def _watch(self, managed: ManagedParameter) -> None:
+        """Learns of gradients that autograd accumulates from outside every captured graph."""
+        if not managed.parameter.is_leaf:
+            return
+        model = weakref.ref(self)
+        known = weakref.ref(managed)
+
+        def accumulated(parameter: torch.Tensor) -> None:
+            # The hook also runs when a captured graph returned None for the gradient.
+            owner, mine = model(), known()
+            if owner is not None and mine is not None and parameter.grad is not None:
+                owner.enter_backward(accumulated=mine)
+
+        managed.parameter.register_post_accumulate_grad_hook(accumulated)
+
+    def add_graph(self, captured: CapturedBackward) -> BackwardGraph:
+        """Takes charge of a captured backward graph."""
+        graph = BackwardGraph(self._graph_count, self, captured)
+        self._graph_count += 1
+        self._graphs.add(graph)
+        return graph
+
+    # --- a backward ---
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether autograd runs a backward in this thread."""
+        return compat.backward_id() != -1
+
+    @property
+    def launches_in_graphs(self) -> bool:
+        """Whether backward graphs may launch reductions: not while gradients stay local, nor when
+        earlier local gradients must be added first."""
+        return self.synchronising and not self._unsynced
+
+    def enter_backward(self, accumulated: ManagedParameter | None = None) -> BackwardPass:
+        """The running backward, begun if this is the first that is heard of it.
+
+        ``accumulated`` is a parameter into whose ``.grad`` autograd has just added.
+        """
+        if self._pass is not None:
+            if self._callback is not None and self._callback() is not None:
+                return self._pass  # also a backward within this one (reentrant checkpointing)
+            self._abandon()
+        self.finish()
+        backward = BackwardPass(compat.backward_id())
+        if backward.backward_id == -1:
+            raise FxcommError(
+                "a backward graph ran outside loss.backward(); compiled autograd is not supported"
+            )
+        self._begin(backward, accumulated)
+
+        def end() -> None:
+            self._end_backward()
+
+        # Autograd drops the callback when the backward fails, which is how that is found out.
+        self._callback = weakref.ref(end)
+        compat.at_end_of_backward(end)
+        return backward
+
+    def _begin(self, backward: BackwardPass, accumulated: ManagedParameter | None = None) -> None:
+        self._refuse_hooks()
+        self._norms.clear()
+        self._pass = backward
+        for p in self.parameters:
+            gradient = p.parameter.grad
+            if (
+                gradient is not None
+                and not isinstance(p.arena, ShardedArena)
+                and p is not accumulated
+            ):
+                backward.kept[p.index] = gradient
+                p.parameter.grad = None
+
+    def _refuse_hooks(self) -> None:
+        for p in self.parameters:
+            if compat.has_gradient_hooks(p.parameter):
+                raise UnsupportedModelError(
+                    f"parameter {p.name!r} has a gradient hook (register_hook). fxcomm reduces "
+                    "gradients before autograd would run it, so it cannot be honoured: remove the "
+                    "hook, or use torch's DistributedDataParallel for this model."
+                )
+
+    def contribute_from_outside(self, managed: ManagedParameter, gradient: torch.Tensor) -> None:
+        """Adds a gradient that autograd computed outside every captured graph to a parameter whose
+        ``.grad`` is sharded."""
+        backward = self.enter_backward()
+        # Autograd may reuse the memory of what it accumulates.
+        backward.add(managed, gradient.clone())
+        backward.eager.add(managed.index)
+
+    def _collect_from_outside(self, backward: BackwardPass) -> None:
+        """Moves gradients that autograd accumulated in ``p.grad`` during the pass into it."""
+        for p in self.parameters:
+            gradient = p.parameter.grad
+            if gradient is not None and not isinstance(gradient, ShardedGradient):
+                backward.add(p, gradient)
+                backward.eager.add(p.index)
+                p.parameter.grad = None
+
+    def _end_backward(self) -> None:
+        backward, self._pass, self._callback = self._pass, None, None
+        if backward is None:
+            return
+        self._collect_from_outside(backward)
+        if backward.executions:
+            self.observed = backward.observed()
+        if self.synchronising:
+            self._synchronise(backward)
+        else:
+            self._keep_local(backward)
+
+    def _abandon(self) -> None:
+        """Ends a backward that failed: completes the collectives that it began, as every other rank
+        on which it failed does, and drops its gradients."""
+        backward, self._pass, self._callback = self._pass, None, None
+        assert backward is not None
+        for p in self.parameters:
+            if p.index in backward.kept:
+                p.parameter.grad = backward.kept[p.index]
+        begun = [arena for arena in self.arenas if arena.next_bucket]
+        for arena in begun:
+            arena.launch_remaining(lambda _: None)
+        for arena in begun:
+            arena.finish_reductions()
+
+    def _keep_local(self, backward: BackwardPass) -> None:
+        """Ends a backward under ``no_sync``: its gradients stay on this rank, whole."""
+        for index, gradient in backward.local.items():
+            p = self.parameters[index]
+            if isinstance(p.arena, ShardedArena):
+                sharded = self._sharded_gradient(p)
+                known = sharded.unsynced
+                sharded.unsynced = gradient.clone() if known is None else known + gradient
+            else:
+                kept = backward.kept.pop(index, None)
+                p.parameter.grad = gradient.clone() if kept is None else kept + gradient
+        self._restore(backward)
+        self._unsynced = self._unsynced or bool(backward.local)
+
+    def _restore(self, backward: BackwardPass) -> None:
+        for index, gradient in backward.kept.items():
+            if self.parameters[index].parameter.grad is None:
+                self.parameters[index].parameter.grad = gradient
+
+    def _sharded_gradient(self, p: ManagedParameter) -> ShardedGradient:
+        gradient = p.parameter.grad
+        if not isinstance(gradient, ShardedGradient):
+            gradient = p.parameter.grad = ShardedGradient(self, p)
+        return gradient
+
+    # --- synchronisation ---
+
+    def _synchronise(self, backward: BackwardPass) -> None:
+        """Launches what the backward's graphs did not, agrees on what is present, and leaves the
+        reductions in flight (sharded) or finishes them (replicated and unplanned parameters)."""
+        self._add_unsynced(backward)
+        for arena in self.arenas:
+            if arena.next_bucket or any(p.index in backward.produced for p in arena.parameters):
+                arena.launch_remaining(backward.take)
+        exchange = PresenceExchange(
+            self.environment.control,
+            present=[p.index in backward.produced for p in self.parameters],
+            changed=self.buffers.changed(),
+            late=[self._is_late(arena, b, backward) for arena, b in self._buckets()],
+        )
+        unplanned = [p for p in self.parameters if p.arena is None]
+        complete = len(backward.produced) == len(self.parameters) and not unplanned
+        present = backward.produced if complete else exchange.present()
+        for arena in self.arenas:
+            if not arena.next_bucket and any(p.index in present for p in arena.parameters):
+                arena.launch_remaining(backward.take)
+        for p in unplanned:
+            if p.index in present:
+                self._reduce_plainly(p, backward)
+        self._pending = _Pending(exchange, present, self._announce(present), backward)
+        if any(isinstance(arena, ReplicatedArena) for arena in self.arenas):
+            self.finish()
+        self._restore(backward)
+
+    def _buckets(self) -> Iterator[tuple[Arena, int]]:
+        for arena in self.arenas:
+            for bucket in range(arena.bucket_count):
+                yield arena, bucket
+
+    @staticmethod
+    def _is_late(arena: Arena, bucket: int, backward: BackwardPass) -> bool:
+        return arena.next_bucket > bucket and any(
+            p.index in backward.local for p in arena.members(bucket)
+        )
+
+    def _add_unsynced(self, backward: BackwardPass) -> None:
+        """Adds the gradients that earlier backwards under ``no_sync`` left on this rank."""
+        if not self._unsynced:
+            return
+        self._unsynced = False
+        for p in self.parameters:
+            gradient = p.parameter.grad
+            if isinstance(gradient, ShardedGradient):
+                if gradient.unsynced is not None:
+                    backward.add(p, gradient.unsynced)
+                    gradient.unsynced = None
+            elif p.index in backward.kept:
+                # The mean of a sum whose earlier part is equal on all ranks keeps that part.
+                backward.add(p, backward.kept.pop(p.index))
+
+    def _reduce_plainly(self, p: ManagedParameter, backward: BackwardPass) -> None:
+        """All-reduces one whole gradient; for parameters that no plan covers yet."""
+        flat = backward.take(p)
+        if flat is None:
+            flat = torch.zeros_like(p.parameter).view(-1)
+        collective = self.dense.all_reduce_mean(flat.numel(), flat.dtype)
+        self.meter.sent(collective.sent_bytes)
+        flat = apply_calls(collective.prepare, flat, call_eagerly)
+        flat = call_eagerly(collective.launch, flat)
+        mean = p.unflatten(apply_calls(collective.finish, flat, call_eagerly))
+        kept = backward.kept.pop(p.index, None)
+        p.parameter.grad = mean if kept is None else kept.add_(mean)
+
+    def _announce(self, present: set[int]) -> set[int]:
+        """Gives every present sharded parameter its ``p.grad``; returns the parameters whose
+        earlier gradient goes on."""
+        accumulating = set()
+        for p in self.parameters:
+            if isinstance(p.arena, ShardedArena):
+                gradient = p.parameter.grad
+                if isinstance(gradient, ShardedGradient) and gradient.reduced:
+                    accumulating.add(p.index)
+                elif p.index in present:
+                    self._sharded_gradient(p).reduced = True
+        return accumulating
+
+    def finish(self) -> None:
+        """Waits for the reductions in flight and folds them into the kept gradients."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        self._norms.clear()
+        self._fold(pending, pending.accumulating)
+        self._changed_buffers |= pending.exchange.changed()
+        late = pending.exchange.late()
+        if not late:
+            return
+        for arena in self.arenas:
+            again = [b for i, (a, b) in enumerate(self._buckets()) if a is arena and i in late]
+            arena.launch(again, pending.late.take)
+        self._fold(pending, {p.index for p in self.parameters})
+
+    def _fold(self, pending: _Pending, accumulating: set[int]) -> None:
+        for arena in self.arenas:
+            reductions = arena.finish_reductions()
+            if isinstance(arena, ShardedArena):
+                arena.accumulate(reductions, accumulating)
+            elif isinstance(arena, ReplicatedArena):
+                for index, mean in arena.gradients(reductions).items():
+                    if index in pending.present:
+                        self._deliver(index, mean, pending.late.kept)
+
+    def _deliver(self, index: int, mean: torch.Tensor, kept: dict[int, torch.Tensor]) -> None:
+        p = self.parameters[index].parameter
+        earlier = p.grad if p.grad is not None else kept.pop(index, None)
+        p.grad = mean if earlier is None else earlier.add_(mean)
+
+    def settle(self) -> None:
+        """Brings every gradient that users can see to its final value: reduces what ``no_sync``
+        left local, and waits for what is in flight. Collective if there was a ``no_sync``."""
+        if self._pass is not None and not self.in_backward:
+            self._abandon()
+        if self._unsynced:
+            self.finish()
+            backward = BackwardPass(-1)
+            self._begin(backward)
+            self._pass = None
+            self._synchronise(backward)
+        self.finish()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside keep their gradients local; see :func:`fxcomm.no_sync`."""
+        before, self.synchronising = self.synchronising, False
+        try:
+            yield
+        finally:
+            self.synchronising = before
+
+    def end_step(self) -> None:
+        """Closes an optimizer step: buffers that changed become rank 0's on every rank."""
+        if self._changed_buffers:
+            self.buffers.sync(self._changed_buffers, self.dense.broadcast)
+            self._changed_buffers.clear()
+        self.meter.close_step()
+
+    def synchronise_outside(self, added: Sequence[ManagedParameter]) -> None:
+        """Reduces the plain ``p.grad`` of parameters that have just been added. Collective."""
+        backward = BackwardPass(-1)
+        for p in added:
+            if p.parameter.grad is not None:
+                backward.add(p, p.parameter.grad)
+                p.parameter.grad = None
+        self._synchronise(backward)
+        self.finish()
+
+    # --- gradients as users see them ---
+
+    def gradient_shards(self, p: ManagedParameter) -> list[torch.Tensor]:
+        """This rank's parts of a sharded mean gradient, final and writable."""
+        self.settle()
+        arena, gradient = p.arena, p.parameter.grad
+        assert isinstance(arena, ShardedArena)
+        shards = arena.owned_gradients(p)
+        if isinstance(gradient, ShardedGradient) and not gradient.reduced:
+            gradient.reduced = True
+            for shard in shards:
+                shard.zero_()
+        return shards
+
+    def with_sharded_gradient(self) -> list[ManagedParameter]:
+        """Parameters whose ``p.grad`` is sharded, the same on every rank once settled."""
+        return [p for p in self.parameters if isinstance(p.parameter.grad, ShardedGradient)]
+
+    def gradient_norm(self, p: ManagedParameter, order: float) -> torch.Tensor:
+        """The norm of a parameter's whole mean gradient. One all-reduce serves all parameters.
+
+        Collective on the first call after a change of the gradients.
+        """
+        self.settle()
+        if order not in self._norms:
+            chosen = self.with_sharded_gradient()
+            shards = [self.gradient_shards(known) for known in chosen]
+            norms = gradient_norms(shards, order, self.dense, p.parameter.device)
+            self._norms[order] = {
+                known.index: norm.to(accumulation_dtype(known.parameter.dtype))
+                for known, norm in zip(chosen, norms, strict=True)
+            }
+        return self._norms[order][p.index]
+
+    def forget_norms(self) -> None:
+        """Gradients changed; norms must be computed anew."""
+        self._norms.clear()
+
+    def agree_on_maximum(self, tensor: torch.Tensor) -> None:
+        """Replaces a small tensor by its maximum over the ranks."""
+        self.dense.all_reduce(tensor, "max")
+
+    def full_gradient(self, p: ManagedParameter) -> torch.Tensor | None:
+        """The whole mean gradient of a parameter, None if it has none. Collective."""
+        self.settle()
+        gradient = p.parameter.grad
+        if not isinstance(gradient, ShardedGradient):
+            return gradient
+        assert isinstance(p.arena, ShardedArena)
+        dtype = accumulation_dtype(p.parameter.dtype)
+        whole = p.arena.gather_whole(p, self.gradient_shards(p), dtype)
+        return whole.to(p.parameter.dtype)
+
+    def gather_objects(self, mine: Any) -> list[Any]:
+        """Every rank's ``mine``, by rank. Collective; for small picklable values."""
+        everyone = [None] * self.environment.world_size
+        dist.all_gather_object(everyone, mine, group=self.environment.control)
+        return everyone
+
+    # --- planning ---
+
+    def plan(self, chosen: Sequence[ManagedParameter]) -> Arena:
+        """Plans ``chosen``, lays them out and lowers every known graph for the plan.
+
+        Every rank calls it with the same parameters; rank 0's plan is everyone's.
+        """
+        self.settle()
+        arena = self._new_arena(self._agreed_plan(chosen), chosen)
+        self.arenas.append(arena)
+        if isinstance(arena, ShardedArena):
+            for p in chosen:
+                gradient = p.parameter.grad
+                if gradient is not None:
+                    arena.absorb(p, gradient)
+                    p.parameter.grad = None
+                    self._sharded_gradient(p).reduced = True
+        for graph in sorted(self._graphs, key=lambda graph: graph.number):
+            graph.follow_plan()
+        return arena
+
+    def _agreed_plan(self, chosen: Sequence[ManagedParameter]) -> OverlapPlan:
+        place = {p.index: i for i, p in enumerate(chosen)}
+        observed = ObservedBackward(
+            tuple(
+                GraphExecution(e.graph, tuple(place[i] for i in e.parameters if i in place))
+                for e in self.observed.executions
+            ),
+            frozenset(place[i] for i in self.observed.eager if i in place),
+        )
+        plan = baseline_plan(
+            [p.spec for p in chosen],
+            observed,
+            world_size=self.environment.world_size,
+            bucket_bytes=_megabytes(self.options.bucket_mb),
+            in_flight_bytes=self._in_flight_bytes(),
+            split=self.sharded,
+        )
+        text = self.environment.agreement.from_rank_zero(self.topic("the plan"), plan.to_json())
+        return OverlapPlan.from_json(text)
+
+    def _in_flight_bytes(self) -> int | None:
+        if self.options.in_flight_mb is not None:
+            return _megabytes(self.options.in_flight_mb)
+        # The other stages keep whole gradients anyway.
+        return BASELINE_IN_FLIGHT_BYTES if self.options.stage == "zero2" else None
+
+    def _new_arena(self, plan: OverlapPlan, chosen: Sequence[ManagedParameter]) -> Arena:
+        communicator = self.environment.connect(chosen[0].parameter.device)
+        number, wire_dtype = len(self.arenas), self.options.reduce_dtype
+        if not self.sharded:
+            return ReplicatedArena(number, plan, chosen, communicator, wire_dtype, self.meter)
+        return ShardedArena(
+            number, plan, chosen, communicator, wire_dtype, self.meter, self.options.gather_dtype
+        )
+
+
+def _megabytes(value: float | None) -> int | None:
+    return None if value is None else max(1, int(value * MEGABYTE))

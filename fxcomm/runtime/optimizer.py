@@ -1,0 +1,280 @@
+"""The sharded optimizer: the user's optimizer, stepping on this rank's elements only.
+
+The user's object stays what it was: its groups, hyperparameters, schedulers and class. When its
+``step`` runs, a twin of the same class runs in its place on flat tensors, one for each run of
+elements that this rank owns, which view the parameters themselves (or fp32 masters of 16-bit
+ones). The twin holds the state, 1/N of it on each rank.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxcomm.runtime.arena import OwnedSegment, ShardedArena, accumulation_dtype
+from fxcomm.runtime.gradient import ShardedGradient
+from fxcomm.runtime.model import ManagedModel
+from fxcomm.runtime.parameters import ManagedParameter
+from fxcomm.runtime.probe import twin
+
+Managed = Mapping[int, tuple[ManagedModel, ManagedParameter]]
+"""Parameters by ``id``, with the model that manages them."""
+
+
+@dataclass(frozen=True)
+class ShardParameter:
+    """A run of a parameter's elements as the twin sees it: ``tensor`` is what it updates, either
+    the elements themselves or, if ``is_master``, a more precise copy that is rounded after a
+    step."""
+
+    segment: OwnedSegment
+    tensor: torch.Tensor
+    is_master: bool
+
+    def refresh_master(self) -> None:
+        """Takes over elements that someone changed since the last step (a loaded checkpoint)."""
+        if self.is_master:
+            elements = self.segment.elements
+            changed = elements != self.tensor.to(elements.dtype)
+            self.tensor.copy_(torch.where(changed, elements.to(self.tensor.dtype), self.tensor))
+
+    def round_master(self) -> None:
+        """Writes the updated master to the parameter's elements."""
+        if self.is_master:
+            self.segment.elements.copy_(self.tensor)
+
+
+Signature = tuple[tuple[tuple[int, bool], ...], ...]
+
+
+def signature(optimizer: torch.optim.Optimizer) -> Signature:
+    """The parameters that the optimizer holds, by ``id``, and whether each is trained."""
+    return tuple(
+        tuple((id(p), p.requires_grad) for p in group["params"]) for group in optimizer.param_groups
+    )
+
+
+def _shards(model: ManagedModel, p: ManagedParameter) -> list[ShardParameter]:
+    arena = p.arena
+    assert isinstance(arena, ShardedArena)
+    wanted = accumulation_dtype(p.parameter.dtype)
+    is_master = wanted != p.parameter.dtype or arena.rounds(p.parameter.dtype)
+    return [
+        ShardParameter(
+            segment,
+            segment.elements.to(wanted, copy=True) if is_master else segment.elements,
+            is_master,
+        )
+        for segment in arena.owned(p)
+    ]
+
+
+class AdoptedOptimizer:
+    """The sharded side of one user optimizer. Holds no reference to it."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        managed: Managed,
+        previous: AdoptedOptimizer | None = None,
+    ) -> None:
+        """Adopts ``optimizer``, whose parameters in ``managed`` all lie in sharded arenas; other
+        parameters that it holds stay as they are. State that it already has is cut to shards;
+        ``previous`` is its earlier adoption, with fewer parameters."""
+        self.twin = twin(optimizer)
+        self._managed = dict(managed)
+        self._signature = signature(optimizer)
+        self._incoming: dict[str, Any] | None = None
+        known = {} if previous is None else previous._shards
+        self._shards = {
+            key: known[key] if key in known else _shards(model, p)
+            for key, (model, p) in managed.items()
+        }
+        for group in optimizer.param_groups:
+            tensors = [t for parameter in group["params"] for t in self._tensors(parameter)]
+            self.twin.param_groups.append({**group, "params": tensors})
+        if previous is not None:
+            self.twin.state.update(previous.twin.state)
+        self._take_state(optimizer.param_groups, optimizer.state)
+
+    def _tensors(self, parameter: nn.Parameter) -> list[torch.Tensor]:
+        shards = self._shards.get(id(parameter))
+        return [parameter] if shards is None else [shard.tensor for shard in shards]
+
+    def covers(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer still holds just the parameters with which it was adopted."""
+        return self._signature == signature(optimizer)
+
+    def stand_in(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The optimizer that runs a step in the user's place."""
+        del optimizer
+        return self.twin
+
+    @property
+    def models(self) -> list[ManagedModel]:
+        """The models whose parameters it updates."""
+        return list(dict.fromkeys(model for model, _ in self._managed.values()))
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state on this rank."""
+        return sum(
+            value.numel() * value.itemsize
+            for entry in self.twin.state.values()
+            for value in entry.values()
+            if isinstance(value, torch.Tensor)
+        )
+
+    # --- a step ---
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gives the twin the user's present settings and the final gradients."""
+        kept = {name: self.twin.__dict__[name] for name in ("param_groups", "state")}
+        hooks = {k: v for k, v in self.twin.__dict__.items() if k.startswith("_optimizer_")}
+        self.twin.__dict__.clear()
+        self.twin.__dict__.update({**optimizer.__dict__, **hooks, **kept})
+        self.twin.__dict__.pop("step", None)
+        _copy_hyperparameters(optimizer, self.twin)
+        for _, p in self._managed.values():
+            p.keep_bound()
+        for shards in self._shards.values():
+            for shard in shards:
+                shard.refresh_master()
+        self.take_gradients()
+
+    def take_gradients(self) -> None:
+        """Waits for the reductions in flight and points the twin at this rank's gradients."""
+        for model in self.models:
+            model.settle()
+        for key, (model, p) in self._managed.items():
+            present = isinstance(p.parameter.grad, ShardedGradient)
+            shards = self._shards[key]
+            gradients = model.gradient_shards(p) if present else [None] * len(shards)
+            for shard, gradient in zip(shards, gradients, strict=True):
+                shard.tensor.grad = gradient
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Rounds masters, gathers the updated parameters on every rank, and hands back what the
+        step changed in the user's groups."""
+        for shards in self._shards.values():
+            for shard in shards:
+                shard.tensor.grad = None
+                shard.round_master()
+        _copy_hyperparameters(self.twin, optimizer)
+        arenas = dict.fromkeys(p.arena for _, p in self._managed.values())
+        for arena in arenas:
+            assert isinstance(arena, ShardedArena)
+            arena.gather(range(arena.bucket_count))
+        for model, p in self._managed.values():
+            # What an in-place update of the parameter would do: a graph that saved the old value
+            # must refuse to run backward.
+            torch.autograd.graph.increment_version(p.parameter)
+            model.forget_norms()
+
+    # --- state ---
+
+    def _take_state(
+        self, groups: Sequence[dict[str, Any]], state: MutableMapping[Any, dict[str, Any]]
+    ) -> None:
+        """Moves ``state``, by whole parameter, into the twin, cut to this rank's elements."""
+        for parameter in [p for group in groups for p in group["params"]]:
+            entry = state.pop(parameter, None)
+            if not entry:
+                continue
+            if id(parameter) not in self._managed:
+                self.twin.state[parameter] = entry
+                continue
+            _, p = self._managed[id(parameter)]
+            for shard in self._shards[id(parameter)]:
+                self.twin.state[shard.tensor] = {
+                    key: _cut(key, value, p, shard) for key, value in entry.items()
+                }
+
+    def expect_state(self, state_dict: dict[str, Any]) -> None:
+        """Remembers a state dict that the user's optimizer is about to load. Torch would round its
+        state to the parameters' dtype; the masters' state must stay as precise as it was saved."""
+        self._incoming = state_dict
+
+    def load_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Takes the state that the user's optimizer has just loaded."""
+        incoming, self._incoming = self._incoming, None
+        optimizer.state.clear()
+        if incoming is None:
+            return
+        saved = [i for group in incoming["param_groups"] for i in group["params"]]
+        mine = [p for group in optimizer.param_groups for p in group["params"]]
+        whole = {
+            p: dict(incoming["state"][i])
+            for i, p in zip(saved, mine, strict=True)
+            if i in incoming["state"]
+        }
+        self.twin.state.clear()
+        self._take_state(optimizer.param_groups, whole)
+
+    def full_state(self, optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
+        """The state of every parameter as an unsharded optimizer would hold it, by position.
+
+        Collective: every rank of every model calls it.
+        """
+        for model in self.models:
+            model.settle()
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        schemas = self._schemas(parameters)
+        whole = {}
+        for position, (parameter, schema) in enumerate(zip(parameters, schemas, strict=True)):
+            entry = {key: self._whole(parameter, key, kind) for key, kind in schema.items()}
+            if entry:
+                whole[position] = entry
+        return whole
+
+    def _schemas(self, parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
+        """For each parameter and entry of its state: the dtype if it has a value for each element,
+        else the value. Ranks without elements of a parameter learn it from those that have some."""
+        mine = [self._schema(parameter) for parameter in parameters]
+        for model in self.models:
+            everyone = model.gather_objects(mine)
+            mine = [next(filter(None, entries), {}) for entries in zip(*everyone, strict=True)]
+        return mine
+
+    def _schema(self, parameter: nn.Parameter) -> dict[str, Any]:
+        tensors = self._tensors(parameter)
+        if not tensors or tensors[0] not in self.twin.state:
+            return {}
+        tensor = tensors[0]
+        if tensor is parameter:
+            return dict(self.twin.state[parameter])
+        return {
+            key: value.dtype if _is_element_wise(key, value, tensor) else value
+            for key, value in self.twin.state[tensor].items()
+        }
+
+    def _whole(self, parameter: nn.Parameter, key: str, kind: Any) -> Any:
+        if not isinstance(kind, torch.dtype):
+            return copy.deepcopy(kind)
+        _, p = self._managed[id(parameter)]
+        assert isinstance(p.arena, ShardedArena)
+        pieces = [self.twin.state[s.tensor][key] for s in self._shards[id(parameter)]]
+        return p.arena.gather_whole(p, pieces, kind)
+
+
+def _copy_hyperparameters(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
+    for theirs, ours in zip(source.param_groups, target.param_groups, strict=True):
+        ours.update({key: value for key, value in theirs.items() if key != "params"})
+
+
+def _is_element_wise(key: str, value: Any, parameter: torch.Tensor) -> bool:
+    # As torch does, "step" is known by its name: a scalar parameter's state has its shape too.
+    return isinstance(value, torch.Tensor) and key != "step" and value.shape == parameter.shape
+
+
+def _cut(key: str, value: Any, p: ManagedParameter, shard: ShardParameter) -> Any:
+    if not _is_element_wise(key, value, p.parameter):
+        return copy.deepcopy(value)
+    part = shard.segment.of_parameter(p.flatten(value))
+    dtype = shard.tensor.dtype if value.is_floating_point() else value.dtype
+    return part.to(device=shard.tensor.device, dtype=dtype, copy=True)

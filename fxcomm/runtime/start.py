@@ -1,0 +1,102 @@
+"""What happens before a model's first graph runs: ranks compare, parameters become equal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from fxcomm.errors import RankMismatchError, UnsupportedModelError
+from fxcomm.runtime.model import ManagedModel
+from fxcomm.runtime.parameters import ManagedParameter, overlapping
+
+
+def start(
+    model: ManagedModel, named: Sequence[tuple[str, nn.Parameter]], root: nn.Module | None
+) -> None:
+    """Takes charge of ``named``, compares model and options over the ranks, and gives every rank
+    rank 0's parameters and buffers.
+
+    Raises:
+        RankMismatchError: names the first difference, or the rank that did not come.
+        UnsupportedModelError: a parameter is of a kind that cannot be sharded.
+    """
+    check_parameters(named)
+    added = model.add_parameters(named)
+    shared = overlapping(added)
+    if shared is not None:
+        raise UnsupportedModelError(
+            f"parameters {shared[0]!r} and {shared[1]!r} share memory. Tie them by assigning the "
+            "same nn.Parameter, or give each its own tensor."
+        )
+    frozen = (
+        [] if root is None else [(n, p) for n, p in root.named_parameters() if not p.requires_grad]
+    )
+    buffers = [] if root is None else list(root.named_buffers())
+    if root is not None:
+        model.buffers.watch(root)
+    lines = [f"options {model.options.describe()}"]
+    lines += [describe(name, p) for name, p in [*named, *frozen]]
+    lines += [describe(name, b, "buffer") for name, b in buffers]
+    model.environment.agreement.require_equal(model.topic("the model and options"), lines)
+    with torch.no_grad():
+        for tensor in [p.detach() for _, p in [*named, *frozen]] + [b for _, b in buffers]:
+            broadcast(model, tensor)
+    if root is not None:
+        model.buffers.watch(root)
+
+
+def broadcast(model: ManagedModel, tensor: torch.Tensor) -> None:
+    """Overwrites a tensor with rank 0's, whatever its strides."""
+    if not tensor.numel() or tensor.is_meta:
+        return
+    if tensor.is_contiguous():
+        model.dense.broadcast(tensor)
+        return
+    dense = tensor.contiguous()
+    model.dense.broadcast(dense)
+    tensor.copy_(dense)
+
+
+def describe(name: str, tensor: torch.Tensor, kind: str = "parameter") -> str:
+    """A line by which ranks compare a tensor's kind."""
+    text = f"{kind} {name!r} of shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+    text += f", {tensor.dtype}, on {tensor.device.type}"
+    return text if tensor.requires_grad or kind == "buffer" else text + ", frozen"
+
+
+def check_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Refuses parameters that fxcomm cannot move into flat memory."""
+    for name, parameter in named:
+        if type(parameter) is not nn.Parameter and type(parameter.data) is not torch.Tensor:
+            raise UnsupportedModelError(
+                f"parameter {name!r} is a {type(parameter).__name__}; fxcomm shards plain tensors. "
+                "Do not wrap the model with another sharding (FSDP, DTensor) first."
+            )
+        if parameter.layout is not torch.strided or parameter.is_meta:
+            raise UnsupportedModelError(
+                f"parameter {name!r} is {'on the meta device' if parameter.is_meta else 'sparse'}; "
+                "fxcomm needs dense parameters with values before the first forward"
+            )
+
+
+def require_equal_values(model: ManagedModel, added: Sequence[ManagedParameter]) -> None:
+    """Parameters that only an optimizer made known have already been used: they must have been
+    equal on all ranks.
+
+    Raises:
+        RankMismatchError: names the first that was not.
+    """
+    differs = torch.zeros(len(added), device=added[0].parameter.device)
+    for i, p in enumerate(added):
+        reference = p.parameter.detach().clone(memory_format=torch.contiguous_format)
+        broadcast(model, reference)
+        differs[i] = float(not torch.equal(reference, p.parameter.detach()))
+    model.dense.all_reduce(differs, "max")
+    for p, flag in zip(added, differs.tolist(), strict=True):
+        if flag:
+            raise RankMismatchError(
+                f"parameter {p.name} of the optimizer is outside the compiled module and differs "
+                "between the ranks. Seed every rank alike, or compile the module that contains it."
+            )
