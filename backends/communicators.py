@@ -40,8 +40,7 @@ class _GroupCommunicator:
 
     def all_gather(self, buffer: torch.Tensor) -> dist.Work:
         shard = buffer.chunk(self.world_size)[self.rank]
-        work = dist.all_gather_into_tensor(buffer, shard, group=self.group, async_op=True)
-        assert work is not None
+        work: dist.Work = compat.all_gather_in_place(buffer, shard, self.group)
         return work
 
     def all_gather_bytes(self, nbytes: int) -> float:

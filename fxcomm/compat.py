@@ -268,3 +268,10 @@ def group_name(group: dist.ProcessGroup) -> str:
 def group_timeout(group: dist.ProcessGroup | None) -> timedelta:
     """The time after which the group's collectives fail."""
     return dist.distributed_c10d._get_default_timeout(dist.get_backend(group))
+
+
+def all_gather_in_place(buffer: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Any:
+    """Starts to gather ``buffer`` from every rank's ``shard``, which is a view of it."""
+    # Renamed in torch 2.13.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(buffer, shard, group=group, async_op=True)

@@ -186,7 +186,11 @@ class ReplicatedArena(Arena):
     def gradients(self, reductions: Iterable[Reduction]) -> dict[int, torch.Tensor]:
         """Mean gradients of the parameters in finished ``reductions``, by parameter index, as views
         of the buckets. Plans for this stage do not cut parameters."""
-        found: dict[int, torch.Tensor] = {}
+        found = {
+            p.index: torch.zeros_like(p.parameter)
+            for p in self.parameters
+            if not p.parameter.numel()  # in no bucket, and yet a gradient
+        }
         for reduction in reductions:
             assert reduction.result is not None
             segments = self.plan.layout.buckets[reduction.bucket].segments
@@ -247,6 +251,15 @@ class ShardedArena(Arena):
             shard = elements.chunk(communicator.world_size)[communicator.rank]
             for segment in plan.layout.shard_segments(bucket, communicator.rank):
                 self._own(bucket, shard, segment)
+        self._own_empty()
+
+    def _own_empty(self) -> None:
+        """An empty parameter belongs to every rank: an optimizer keeps state for it, too."""
+        for slot, parameter in enumerate(self.parameters):
+            spec = self.plan.layout.parameters[slot]
+            alike = [i for i, b in enumerate(self.plan.layout.buckets) if b.memory == spec.memory]
+            if spec.numel == 0 and alike:
+                self._own(alike[0], self.buckets[alike[0]], Segment(slot, 0, 0, 0))
 
     def _own(self, bucket: int, shard: torch.Tensor, segment: Segment) -> None:
         elements = shard[segment.offset : segment.offset + segment.numel]

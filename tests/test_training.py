@@ -1,0 +1,45 @@
+"""Training on ranks equals training in one process: every stage, bucket size and kind of model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.oracle import assert_equal_training, train_alone, train_ranks
+from tests.ranks import Ranks
+from tests.zoo import ZOO
+
+Pools = Callable[[int], Ranks]
+
+# "One parameter": the bytes of TiedGPT's token embedding in float64, so that it fills a bucket.
+BUCKETS = {
+    "tiny": 0.0005,
+    "default": None,
+    "huge": 1000.0,
+    "one parameter": 23 * 16 * 8 / 2**20,
+}
+STAGES = ("zero2", "zero1", "ddp")
+
+
+# At 2 ranks every bucket size with every model and stage; at 3 and 4 each pair of two of them.
+COMBINATIONS = [
+    (world_size, stage, case, bucket)
+    for world_size in (2, 3, 4)
+    for s, stage in enumerate(STAGES)
+    for c, case in enumerate(ZOO)
+    for b, bucket in enumerate(BUCKETS)
+    if world_size == 2 or (s + c + b + world_size) % len(BUCKETS) == 0
+]
+
+
+@pytest.mark.parametrize(("world_size", "stage", "case", "bucket"), COMBINATIONS)
+def test_equals_one_process(
+    ranks: Pools, world_size: int, stage: str, case: str, bucket: str
+) -> None:
+    options: dict[str, object] = {"stage": stage, "lowering": "eager"}
+    if BUCKETS[bucket] is not None:
+        options["bucket_mb"] = BUCKETS[bucket]
+    expected = train_alone(world_size, case)
+    for trained in ranks(world_size).run(train_ranks, case, options):
+        assert_equal_training(trained, expected)
