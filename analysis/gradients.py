@@ -9,7 +9,8 @@ import torch.fx
 
 def output_node(graph: torch.fx.Graph) -> torch.fx.Node:
     """The graph's output node, which ends it."""
-    return next(iter(reversed(graph.nodes)))
+    node: torch.fx.Node = next(iter(reversed(graph.nodes)))
+    return node
 
 
 def output_values(graph: torch.fx.Graph) -> list[torch.fx.Node | None]:

@@ -50,7 +50,7 @@ def open_environment(group: dist.ProcessGroup, options: Options) -> Environment:
     return Environment(
         agreement=Agreement(
             # The fake group has one process, which agrees with itself.
-            store=dist.HashStore() if fake else compat.group_store(group),
+            store=compat.private_store() if fake else compat.group_store(group),
             rank=0 if fake else rank,
             world_size=1 if fake else world_size,
             timeout_s=options.start_timeout_s,

@@ -17,7 +17,7 @@ def compile_graph(
     gm: torch.fx.GraphModule,
     example_inputs: Sequence[object],
     options: Options,
-    **inductor_arguments: object,
+    **inductor_arguments: Any,
 ) -> Callable[..., Any]:
     """Compiles a graph without collectives, now, in the running compilation."""
     if options.lowering == "eager":
@@ -29,7 +29,7 @@ def backward_lowering(
     gm: torch.fx.GraphModule,
     example_inputs: Sequence[object],
     options: Options,
-    **inductor_arguments: object,
+    **inductor_arguments: Any,
 ) -> Lower:
     """A function that compiles rewritten copies of the captured ``gm``, now or later.
 

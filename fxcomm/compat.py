@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives  # registers the _c10d_functional operators
 import torch.fx
 from torch import nn
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
 from torch._guards import TracingContext, detect_fake_mode, tracing
@@ -107,6 +107,12 @@ def compile_context() -> Callable[[], AbstractContextManager[None]]:
 def fake_mode_of(values: Sequence[object]) -> Any:
     """The fake tensor mode of a graph's example values, or None if they are real tensors."""
     return detect_fake_mode(list(values))
+
+
+def alias(flat: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor with a storage of its own, which begins at its first element."""
+    own: torch.Tensor = torch.from_dlpack(flat)  # type: ignore[attr-defined]
+    return own
 
 
 def boxed(run: Callable[[list[Any]], Sequence[Any]]) -> Callable[[list[Any]], Sequence[Any]]:
@@ -251,6 +257,11 @@ def group_store(group: dist.ProcessGroup | None) -> Store:
     store = dist.distributed_c10d._get_default_store()
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     return PrefixStore("fxcomm/" + ",".join(map(str, ranks)), store)
+
+
+def private_store() -> Store:
+    """A store of this process alone."""
+    return HashStore()
 
 
 def group_backend(group: dist.ProcessGroup, device: torch.device) -> str:

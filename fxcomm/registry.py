@@ -81,7 +81,8 @@ class Registry:
         self, optimizer: torch.optim.Optimizer
     ) -> AdoptedOptimizer | ReplicatedOptimizer | None:
         """What stands behind a user's optimizer, None before its first step."""
-        return self._adopted.get(optimizer)
+        found: AdoptedOptimizer | ReplicatedOptimizer | None = self._adopted.get(optimizer)
+        return found
 
     # --- hooks on every optimizer ---
 

@@ -15,15 +15,15 @@ from typing import Protocol
 
 from fxcomm.errors import RankMismatchError
 
-_AGREED = b"agreed"
+_AGREED = "agreed"
 
 
 class KeyValueStore(Protocol):
     """What is used of ``torch.distributed.Store``."""
 
-    def set(self, key: str, value: str | bytes, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def wait(self, keys: list[str], timeout: timedelta) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Agreement:
             self.store.set(f"{topic}/of/{self.rank}", self._compare(topic, text))
             verdict = self._get(f"{topic}/verdict", topic, "rank 0's verdict", patience=2.0)
         if verdict != _AGREED:
-            raise RankMismatchError(verdict.decode())
+            raise RankMismatchError(verdict)
 
     def from_rank_zero(self, topic: str, text: str) -> str:
         """Rank 0's ``text``, on every rank.
@@ -65,25 +65,25 @@ class Agreement:
         if self.rank == 0:
             self.store.set(f"{topic}/text", text)
             return text
-        return self._get(f"{topic}/text", topic, "rank 0").decode()
+        return self._get(f"{topic}/text", topic, "rank 0")
 
-    def _compare(self, topic: str, text: str) -> bytes:
+    def _compare(self, topic: str, text: str) -> str:
         if self._get(f"{topic}/digest", topic, "rank 0") == _digest(text):
             return _AGREED
         theirs = self.store.get(f"{topic}/text").decode()
-        return first_difference(topic, self.rank, text.split("\n"), theirs.split("\n")).encode()
+        return first_difference(topic, self.rank, text.split("\n"), theirs.split("\n"))
 
-    def _collect(self, topic: str) -> bytes:
+    def _collect(self, topic: str) -> str:
         for rank in range(1, self.world_size):
             try:
                 answer = self._get(f"{topic}/of/{rank}", topic, f"rank {rank}")
             except RankMismatchError as error:
-                return str(error).encode()
+                return str(error)
             if answer != _AGREED:
                 return answer
         return _AGREED
 
-    def _get(self, key: str, topic: str, whom: str, patience: float = 1.0) -> bytes:
+    def _get(self, key: str, topic: str, whom: str, patience: float = 1.0) -> str:
         timeout = timedelta(seconds=self.timeout_s * patience)
         try:
             self.store.wait([key], timeout)
@@ -95,11 +95,11 @@ class Agreement:
                 "stopped, runs another program, or is slower: look at its output; "
                 'options={"start_timeout_s": ...} sets the deadline.'
             ) from error
-        return self.store.get(key)
+        return self.store.get(key).decode()
 
 
-def _digest(text: str) -> bytes:
-    return hashlib.sha256(text.encode()).hexdigest().encode()
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def first_difference(topic: str, rank: int, ours: Sequence[str], theirs: Sequence[str]) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from fxcomm import compat
 from fxcomm.communicator import Collective, Communicator, apply_calls, call_eagerly
 from fxcomm.layout import Segment
 from fxcomm.passes.reduce import BucketTask, Piece
@@ -255,8 +256,7 @@ class ShardedArena(Arena):
 
     def _own_empty(self) -> None:
         """An empty parameter belongs to every rank: an optimizer keeps state for it, too."""
-        for slot, parameter in enumerate(self.parameters):
-            spec = self.plan.layout.parameters[slot]
+        for slot, spec in enumerate(self.plan.layout.parameters):
             alike = [i for i, b in enumerate(self.plan.layout.buckets) if b.memory == spec.memory]
             if spec.numel == 0 and alike:
                 self._own(alike[0], self.buckets[alike[0]], Segment(slot, 0, 0, 0))
@@ -282,7 +282,7 @@ class ShardedArena(Arena):
                 flat = memory[spec.dtype, spec.device]
                 parameter.rebind(flat[start : start + parameter.parameter.numel()])
         return [
-            torch.from_dlpack(memory[b.dtype, b.device][b.start : b.start + b.numel])
+            compat.alias(memory[b.dtype, b.device][b.start : b.start + b.numel])
             for b in layout.buckets
         ]
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.fx
 
+from fxcomm.analysis.gradients import output_values
 from fxcomm.passes.pipeline import run_passes
 from fxcomm.passes.reduce import REDUCE_PASSES, ReduceContext, ReducedBucket, reduced_buckets
 from fxcomm.plan import GraphExecution
@@ -111,6 +112,7 @@ class BackwardGraph:
         self.number = number
         self._model = model
         self._captured = captured
+        self._output_count = len(output_values(captured.gm.graph))
         self._produced = {p.index for _, p in captured.gradients}
         self._runs: tuple[LaunchRun, ...] = ()
         self._variants: dict[tuple[LaunchRun, ...], _Variant] = {}
@@ -139,12 +141,7 @@ class BackwardGraph:
         running.executions.append(
             GraphExecution(self.number, tuple(p.index for _, p in self._captured.gradients))
         )
-        return outputs[: len(self._captured_outputs())]
-
-    def _captured_outputs(self) -> Sequence[object]:
-        (output,) = (n for n in self._captured.gm.graph.nodes if n.op == "output")
-        values: Sequence[object] = output.args[0]  # type: ignore[assignment]
-        return values
+        return outputs[: self._output_count]
 
     def _may_launch(self, running: BackwardPass) -> bool:
         """Whether the next buckets in order are this graph's, and nothing else contributed to

@@ -64,11 +64,8 @@ class ShardedGradient(torch.Tensor):
     def __new__(cls, model: ManagedModel, managed: ManagedParameter) -> ShardedGradient:
         """A gradient for ``managed``, whose shards ``model`` keeps."""
         p = managed.parameter
-        self = cast(
-            ShardedGradient,
-            torch.Tensor._make_wrapper_subclass(
-                cls, p.shape, p.stride(), dtype=p.dtype, device=p.device
-            ),
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, p.shape, p.stride(), dtype=p.dtype, device=p.device
         )
         self.managed, self.model, self.reduced, self.unsynced = managed, model, False, None
         return self
@@ -80,7 +77,7 @@ class ShardedGradient(torch.Tensor):
         return f"ShardedGradient({self.managed.name!r}, shape={tuple(self.shape)})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Sequence[type],
@@ -92,7 +89,7 @@ class ShardedGradient(torch.Tensor):
 
 
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    first = args[0] if args else None
+    first: Any = args[0] if args else None
     if func is _aten.detach.default:
         return first
     if func in _ADD and _is_plain_sum(args, kwargs):
@@ -201,7 +198,8 @@ def _is_whole_norm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _norm(gradient: Any, order: Any) -> torch.Tensor:
     if not isinstance(gradient, ShardedGradient):
-        return torch.linalg.vector_norm(gradient, order)
+        plain: torch.Tensor = torch.linalg.vector_norm(gradient, order)
+        return plain
     return gradient.model.gradient_norm(gradient.managed, float(order))
 
 

@@ -90,8 +90,8 @@ class AdoptedOptimizer:
         self._managed = dict(managed)
         self._signature = signature(optimizer)
         self._incoming: dict[str, Any] | None = None
-        known = {} if previous is None else previous._shards
-        self._shards = {
+        known: dict[int, list[ShardParameter]] = {} if previous is None else previous._shards
+        self._shards: dict[int, list[ShardParameter]] = {
             key: known[key] if key in known else _shards(model, p)
             for key, (model, p) in managed.items()
         }

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from fxcomm import compat
 from fxcomm.errors import UnsupportedModelError
 from fxcomm.layout import ParameterSpec
 
@@ -21,7 +22,8 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
 
     A tensor that is not dense in memory is treated as contiguous.
     """
-    order = sorted(range(tensor.dim()), key=lambda d: (-tensor.stride(d), d))
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda d: (-strides[d], d))
     if tensor.permute(order).is_contiguous():
         return tuple(order)
     return tuple(range(tensor.dim()))
@@ -75,7 +77,7 @@ class ManagedParameter:
             flat.copy_(self.flatten(self.parameter.detach()))
             # A storage of its own: saving one parameter must not save its neighbours, and a wait
             # on one must not wait for others.
-            own = torch.from_dlpack(flat) if flat.numel() else flat.clone()
+            own = compat.alias(flat) if flat.numel() else flat.clone()
             view = self.unflatten(own)
             if view.stride() != self.parameter.stride() and self.is_dense:
                 # Strides of dimensions of size one are free; guards compare them all the same.
