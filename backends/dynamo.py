@@ -45,6 +45,7 @@ def fxcomm(
     }
     if group is None:
         return compat.compile_fx(gm, example_inputs, config=parsed.inductor_config())
+    compat.guard_identity(gm, parameters)
     model = _model_for(gm, list(parameters.values()), parsed, group)
 
     def compile_post_aot(

@@ -42,10 +42,22 @@ def open_environment(group: dist.ProcessGroup, options: Options) -> Environment:
     rank, world_size = dist.get_rank(group), len(ranks)
     fake = compat.group_backend(group, torch.device("cpu")) == "fake"
 
+    opened: list[dist.ProcessGroup] = []
+
+    def open_group(backend: str) -> dist.ProcessGroup:
+        if fake:
+            return group
+        opened.append(_new_group(ranks, backend))
+        return opened[-1]
+
     def connect(device: torch.device) -> Communicator:
-        backend = compat.group_backend(group, device)
-        opened = group if fake else _new_group(ranks, backend)
-        return communicator_for(opened, device)
+        return communicator_for(open_group(compat.group_backend(group, device)), device)
+
+    def close() -> None:
+        # Ending a NCCL communicator takes every rank; gloo's sockets are each rank's own.
+        for mine in opened:
+            if dist.is_initialized() and dist.get_backend(mine) == "gloo":
+                dist.destroy_process_group(mine)
 
     return Environment(
         agreement=Agreement(
@@ -57,8 +69,9 @@ def open_environment(group: dist.ProcessGroup, options: Options) -> Environment:
         ),
         rank=rank,
         world_size=world_size,
-        control=group if fake else _new_group(ranks, "gloo"),
+        control=open_group("gloo"),
         connect=connect,
+        close=close,
     )
 
 

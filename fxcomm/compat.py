@@ -7,7 +7,7 @@ this is the only file to change.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, cast
@@ -21,6 +21,8 @@ import torch.fx
 from torch import nn
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.source import LocalSource
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor.compile_fx import compile_fx as _compile_fx
@@ -196,6 +198,30 @@ def gradient_inputs(output: torch.fx.Node) -> dict[int, int]:
         and isinstance(descriptor.grad_of, PlainAOTInput)
         and output.args[0][position] is not None  # type: ignore[index]
     }
+
+
+def guard_identity(gm: torch.fx.GraphModule, inputs: Collection[int]) -> None:
+    """Binds the graph that is being compiled to the very objects that it got as ``inputs``.
+
+    Parameters are ordinary inputs of Dynamo's graphs, and a graph made for one module serves
+    another of the same structure: its backward would reduce the wrong module's gradients. With a
+    guard on the identity of each parameter, another module gets a graph of its own. The guard on
+    ``self`` tells Dynamo that these are instances, which do not count against its limit on
+    recompilations.
+    """
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    sources = [placeholders[i]._dynamo_source for i in inputs]
+    for source in sources:
+        install_guard(source.make_guard(GuardBuilder.ID_MATCH))
+    for root in {_root_source(source) for source in sources}:
+        if isinstance(root, LocalSource) and root.local_name == "self":
+            install_guard(root.make_guard(GuardBuilder.ID_MATCH))
+
+
+def _root_source(source: Any) -> Any:
+    while hasattr(source, "base"):
+        source = source.base
+    return source
 
 
 def parameter_names(gm: torch.fx.GraphModule) -> dict[str, str]:

@@ -130,7 +130,7 @@ def assert_equal_training(actual: Trained, expected: Trained, rtol: float = 1e-1
     for step, tensors in expected.tensors.items():
         assert list(actual.tensors[step]) == list(tensors)
         for name, tensor in tensors.items():
-            _assert_close(f"step {step} {name}", actual.tensors[step][name], tensor, rtol)
+            assert_close(f"step {step} {name}", actual.tensors[step][name], tensor, rtol)
         _assert_equal_state(actual.optimizer[step], expected.optimizer[step], rtol)
 
 
@@ -141,10 +141,12 @@ def _assert_equal_state(actual: dict[str, Any], expected: dict[str, Any], rtol: 
     for index, entry in theirs.items():
         assert set(ours[index]) == set(entry), f"state of parameter {index} has other entries"
         for key, value in entry.items():
-            _assert_close(f"state {index} {key}", ours[index][key], value, rtol)
+            assert_close(f"state {index} {key}", ours[index][key], value, rtol)
 
 
-def _assert_close(name: str, actual: Any, expected: Any, rtol: float) -> None:
+def assert_close(name: str, actual: Any, expected: Any, rtol: float = 1e-10) -> None:
+    """Equal to ``rtol`` of the tensor's scale: Adam turns rounding noise in a gradient that is
+    zero by construction into changes far below any element that matters."""
     if not isinstance(expected, Tensor):
         assert actual == expected, name
         return

@@ -117,7 +117,7 @@ class Ranks:
                     good, value = False, "the process died"
                 (results if good else failures)[rank] = value
             if failures:
-                # The others may be waiting for the rank that failed; give them a moment to fail too.
+                # The others may be waiting for the rank that failed: a moment to fail as well.
                 deadline = min(deadline, time.monotonic() + 3.0)
         return results, failures
 

@@ -44,13 +44,14 @@ from fxcomm.runtime.statistics import StepMeter
 @dataclass(frozen=True)
 class Environment:
     """The ranks a model trains on. ``connect`` opens a new process group for collectives on a
-    device; ``control`` is a group for small CPU tensors."""
+    device; ``control`` is a group for small CPU tensors; ``close`` gives back what was opened."""
 
     agreement: Agreement
     rank: int
     world_size: int
     control: dist.ProcessGroup
     connect: Callable[[torch.device], Communicator]
+    close: Callable[[], None]
 
 
 @dataclass
@@ -89,6 +90,8 @@ class ManagedModel:
         self._norms: dict[float, dict[int, torch.Tensor]] = {}
         self._topics = 0
         self._changed_buffers: set[int] = set()
+        # At exit the default group may be gone already, and the process ends anyway.
+        weakref.finalize(self, environment.close).atexit = False
 
     @property
     def sharded(self) -> bool:
