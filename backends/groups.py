@@ -42,22 +42,11 @@ def open_environment(group: dist.ProcessGroup, options: Options) -> Environment:
     rank, world_size = dist.get_rank(group), len(ranks)
     fake = compat.group_backend(group, torch.device("cpu")) == "fake"
 
-    opened: list[dist.ProcessGroup] = []
-
     def open_group(backend: str) -> dist.ProcessGroup:
-        if fake:
-            return group
-        opened.append(_new_group(ranks, backend))
-        return opened[-1]
+        return group if fake else _new_group(ranks, backend)
 
     def connect(device: torch.device) -> Communicator:
         return communicator_for(open_group(compat.group_backend(group, device)), device)
-
-    def close() -> None:
-        # Ending a NCCL communicator takes every rank; gloo's sockets are each rank's own.
-        for mine in opened:
-            if dist.is_initialized() and dist.get_backend(mine) == "gloo":
-                dist.destroy_process_group(mine)
 
     return Environment(
         agreement=Agreement(
@@ -71,11 +60,13 @@ def open_environment(group: dist.ProcessGroup, options: Options) -> Environment:
         world_size=world_size,
         control=open_group("gloo"),
         connect=connect,
-        close=close,
     )
 
 
 def _new_group(ranks: list[int], backend: str) -> dist.ProcessGroup:
+    # Never destroyed before the process ends: the name of the next group depends on which names
+    # are in use, and ranks that collect a dropped model at different times would name it
+    # differently and wait for each other in vain.
     group = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     return group

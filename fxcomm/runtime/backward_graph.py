@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -198,7 +199,9 @@ class BackwardGraph:
             dropped=frozenset(positions[index] for index in launched),
             in_flight_bytes=min((x for x in limits if x is not None), default=None),
         )
-        gm = run_passes(REDUCE_PASSES, self._captured.gm, context)
+        name = f"model{self._model.number}-backward{self.number}-arenas{len(self._model.arenas)}"
+        observe = functools.partial(self._model.dump.after_pass, name)
+        gm = run_passes(REDUCE_PASSES, self._captured.gm, context, observe=observe)
         # The lowered graph may be consumed by its compiler; read it first.
         returned = reduced_buckets(gm)
         return _Variant(self._captured.lower(gm), returned, context.dropped)

@@ -20,6 +20,7 @@ from torch import nn
 
 from fxcomm import compat
 from fxcomm.communicator import Communicator, apply_calls, call_eagerly
+from fxcomm.dump import Dump
 from fxcomm.errors import FxcommError, UnsupportedModelError
 from fxcomm.options import Options
 from fxcomm.plan import (
@@ -44,14 +45,13 @@ from fxcomm.runtime.statistics import StepMeter
 @dataclass(frozen=True)
 class Environment:
     """The ranks a model trains on. ``connect`` opens a new process group for collectives on a
-    device; ``control`` is a group for small CPU tensors; ``close`` gives back what was opened."""
+    device; ``control`` is a group for small CPU tensors."""
 
     agreement: Agreement
     rank: int
     world_size: int
     control: dist.ProcessGroup
     connect: Callable[[torch.device], Communicator]
-    close: Callable[[], None]
 
 
 @dataclass
@@ -78,6 +78,7 @@ class ManagedModel:
         self.arenas: list[Arena] = []
         self.meter = StepMeter()
         self.buffers = MutableBuffers()
+        self.dump = Dump(options.dump if environment.rank == 0 else None)
         self.synchronising = True
         self._graphs: weakref.WeakSet[BackwardGraph] = weakref.WeakSet()
         self._graph_count = 0
@@ -90,8 +91,6 @@ class ManagedModel:
         self._norms: dict[float, dict[int, torch.Tensor]] = {}
         self._topics = 0
         self._changed_buffers: set[int] = set()
-        # At exit the default group may be gone already, and the process ends anyway.
-        weakref.finalize(self, environment.close).atexit = False
 
     @property
     def sharded(self) -> bool:
@@ -144,6 +143,7 @@ class ManagedModel:
         """Takes charge of a captured backward graph."""
         graph = BackwardGraph(self._graph_count, self, captured)
         self._graph_count += 1
+        self.dump.graph(f"model{self.number}-backward{graph.number}", captured.gm)
         self._graphs.add(graph)
         return graph
 
@@ -496,6 +496,7 @@ class ManagedModel:
         self.settle()
         arena = self._new_arena(self._agreed_plan(chosen), chosen)
         self.arenas.append(arena)
+        self.dump.plan(arena.number, arena.plan)
         if isinstance(arena, ShardedArena):
             for p in chosen:
                 gradient = p.parameter.grad
