@@ -7,12 +7,12 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.fx
-from fxcomm.analysis.gradients import output_node, production_order
-from fxcomm.backends.groups import open_environment, training_group
-from fxcomm.backends.lowering import backward_lowering, compile_graph
 from torch import nn
 
 from fxcomm import compat
+from fxcomm.analysis.gradients import output_node, production_order
+from fxcomm.backends.groups import open_environment, training_group
+from fxcomm.backends.lowering import backward_lowering, compile_graph
 from fxcomm.options import Options
 from fxcomm.registry import REGISTRY
 from fxcomm.runtime.backward_graph import CapturedBackward

@@ -6,9 +6,9 @@ import os
 
 import torch
 import torch.distributed as dist
-from fxcomm.backends.communicators import communicator_for
 
 from fxcomm import compat
+from fxcomm.backends.communicators import communicator_for
 from fxcomm.communicator import Communicator
 from fxcomm.errors import FxcommError
 from fxcomm.options import Options

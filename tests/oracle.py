@@ -46,11 +46,12 @@ def train_ranks(
     make_optimizer: MakeOptimizer = adamw,
     clip: float | None = None,
     micro_steps: int = 1,
+    device: str = "cpu",
 ) -> Trained:
     """A job: trains a case of the zoo in an ordinary loop with ``backend="fxcomm"``."""
     case = ZOO[case_name]
     # Every rank starts from other values; training must begin by making them equal.
-    model = case.model(seed=rank)
+    model = case.model(seed=rank).to(device)
     compiled = torch.compile(model, backend="fxcomm", options=dict(options))
     optimizer = make_optimizer(compiled.parameters())
     result = Trained()
@@ -58,7 +59,7 @@ def train_ranks(
         total = 0.0
         for micro in range(micro_steps):
             batch = case.batch(step * micro_steps + micro, ROWS * world_size)
-            mine = batch[rank * ROWS : (rank + 1) * ROWS]
+            mine = batch[rank * ROWS : (rank + 1) * ROWS].to(device)
             loss = case.loss(compiled(mine), mine) / micro_steps
             loss.backward()
             total += loss.item()
@@ -152,6 +153,7 @@ def assert_close(name: str, actual: Any, expected: Any, rtol: float = 1e-10) -> 
         return
     assert actual.shape == expected.shape, name
     assert actual.dtype == expected.dtype, name
+    actual = actual.to(expected.device)
     scale = expected.abs().max().item() if expected.numel() else 0.0
     torch.testing.assert_close(
         actual, expected, rtol=rtol, atol=rtol * max(scale, 1e-3), msg=lambda m: f"{name}: {m}"

@@ -51,11 +51,11 @@ def _serve(rank: int, world_size: int, rendezvous: str, pipe: Connection) -> Non
         task = pipe.recv()
         if task is None:
             break
-        job, args = task
+        job, args, kwargs = task
         torch._dynamo.reset()
         torch.manual_seed(rank)
         try:
-            pipe.send((True, job(rank, world_size, *args)))
+            pipe.send((True, job(rank, world_size, *args, **kwargs)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
     dist.destroy_process_group()
@@ -83,9 +83,13 @@ class Ranks:
             self._pipes.append(ours)
 
     def run(
-        self, job: Callable[..., Any], *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S
+        self,
+        job: Callable[..., Any],
+        *args: Any,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        **kwargs: Any,
     ) -> list[Any]:
-        """Runs ``job(rank, world_size, *args)`` on every rank; returns the results by rank.
+        """The results by rank of ``job(rank, world_size, *args, **kwargs)``.
 
         Raises:
             RankError: the job raised, or did not end in time, on some rank.
@@ -93,7 +97,7 @@ class Ranks:
         if not self._processes:
             self._start()
         for pipe in self._pipes:
-            pipe.send((job, args))
+            pipe.send((job, args, kwargs))
         results, failures = self._collect(time.monotonic() + timeout_s)
         if failures:
             self.stop(kill=True)
