@@ -13,6 +13,7 @@ from fxcomm import compat
 from fxcomm.analysis.gradients import output_node, production_order
 from fxcomm.backends.groups import open_environment, training_group
 from fxcomm.backends.lowering import backward_lowering, compile_graph
+from fxcomm.errors import OptionsError
 from fxcomm.options import Options
 from fxcomm.registry import REGISTRY
 from fxcomm.runtime.backward_graph import CapturedBackward
@@ -72,6 +73,11 @@ def _model_for(
     graph that trains none."""
     known = REGISTRY.models_of(parameters)
     if known:
+        if known[0].options != options:
+            raise OptionsError(
+                "the model was compiled with other fxcomm options before; pass the same options "
+                "to every torch.compile of its parts"
+            )
         return known[0]
     if not parameters:
         return None

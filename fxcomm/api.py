@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -25,9 +25,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     For gradient accumulation, as ``DistributedDataParallel.no_sync``. Local gradients are whole:
     they take the memory of the parameters until they are reduced. No effect in one process.
     """
-    with ExitStack() as stack:
-        for model in _models(module):
-            stack.enter_context(model.no_sync())
+    with REGISTRY.no_sync(module):
         yield
 
 

@@ -8,7 +8,8 @@ one place in fxcomm that outlives a call. It holds nothing alive that the user h
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class Registry:
             weakref.WeakKeyDictionary()
         )
         self._adopted = WeakIdKeyDictionary()
+        self._silent: list[nn.Module] = []
         self._count = 0
         self._hooked = False
 
@@ -48,6 +50,9 @@ class Registry:
         if root is not None:
             self._by_root[root] = model
         self.refresh(model)
+        for module in self._silent:
+            if model in self.models_of(module.parameters()):
+                model.silence(1)
         if not self._hooked:
             self._hooked = True
             register_optimizer_step_pre_hook(self._before_step)
@@ -70,6 +75,19 @@ class Registry:
         """The models that manage any of the parameters, in order of appearance."""
         found = (self.find(p) for p in parameters)
         return list(dict.fromkeys(entry[0] for entry in found if entry is not None))
+
+    @contextmanager
+    def no_sync(self, module: nn.Module) -> Iterator[None]:
+        """Silences the models inside ``module``, also those whose first forward comes later."""
+        self._silent.append(module)
+        for model in self.models_of(module.parameters()):
+            model.silence(1)
+        try:
+            yield
+        finally:
+            self._silent.remove(module)
+            for model in self.models_of(module.parameters()):
+                model.silence(-1)
 
     def managed(self, optimizer: torch.optim.Optimizer) -> Managed:
         """The optimizer's managed parameters."""

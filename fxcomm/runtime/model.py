@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +78,7 @@ class ManagedModel:
         self.meter = StepMeter()
         self.buffers = MutableBuffers()
         self.dump = Dump(options.dump if environment.rank == 0 else None)
-        self.synchronising = True
+        self._silenced = 0
         self._graphs: weakref.WeakSet[BackwardGraph] = weakref.WeakSet()
         self._graph_count = 0
         self._dense: Communicator | None = None
@@ -96,6 +95,11 @@ class ManagedModel:
     def sharded(self) -> bool:
         """Whether gradients and optimizer state are sharded (stages zero1 and zero2)."""
         return self.options.stage != "ddp"
+
+    @property
+    def synchronising(self) -> bool:
+        """Whether backwards reduce their gradients: not under ``no_sync``."""
+        return self._silenced == 0
 
     @property
     def rank(self) -> int:
@@ -201,11 +205,16 @@ class ManagedModel:
 
     def _refuse_hooks(self) -> None:
         for p in self.parameters:
-            if compat.has_gradient_hooks(p.parameter):
+            # One post-accumulate hook is fxcomm's own.
+            if (
+                compat.has_gradient_hooks(p.parameter)
+                or compat.post_accumulate_hooks(p.parameter) > 1
+            ):
                 raise UnsupportedModelError(
-                    f"parameter {p.name!r} has a gradient hook (register_hook). fxcomm reduces "
-                    "gradients before autograd would run it, so it cannot be honoured: remove the "
-                    "hook, or use torch's DistributedDataParallel for this model."
+                    f"parameter {p.name!r} has a gradient hook (register_hook or "
+                    "register_post_accumulate_grad_hook). fxcomm reduces gradients before autograd "
+                    "would run it, so it cannot be honoured: remove the hook, or use torch's "
+                    "DistributedDataParallel for this model."
                 )
 
     def contribute_from_outside(self, managed: ManagedParameter, gradient: torch.Tensor) -> None:
@@ -401,14 +410,9 @@ class ManagedModel:
             self._synchronise(backward)
         self.finish()
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards inside keep their gradients local; see :func:`fxcomm.no_sync`."""
-        before, self.synchronising = self.synchronising, False
-        try:
-            yield
-        finally:
-            self.synchronising = before
+    def silence(self, by: int) -> None:
+        """Enters (1) or leaves (-1) a ``no_sync``; they nest."""
+        self._silenced += by
 
     def end_step(self) -> None:
         """Closes an optimizer step: buffers that changed become rank 0's on every rank."""
