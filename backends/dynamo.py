@@ -19,7 +19,7 @@ from fxcomm.registry import REGISTRY
 from fxcomm.runtime.backward_graph import CapturedBackward
 from fxcomm.runtime.model import ManagedModel
 from fxcomm.runtime.parameters import ManagedParameter
-from fxcomm.runtime.start import start
+from fxcomm.runtime.start import extend, start, unused_name
 
 
 def fxcomm(
@@ -78,6 +78,9 @@ def _model_for(
                 "the model was compiled with other fxcomm options before; pass the same options "
                 "to every torch.compile of its parts"
             )
+        late = [p for p in parameters if REGISTRY.find(p) is None]
+        if late:
+            _take_late(gm, known[0], late)
         return known[0]
     if not parameters:
         return None
@@ -86,6 +89,17 @@ def _model_for(
     start(model, _named(gm, parameters, root), root)
     REGISTRY.add(model, root)
     return model
+
+
+def _take_late(
+    gm: torch.fx.GraphModule, model: ManagedModel, parameters: Sequence[nn.Parameter]
+) -> None:
+    """Takes charge of parameters that were frozen when the model's first graph was compiled."""
+    root = _root_of(parameters)
+    taken = {p.name for p in model.parameters}
+    unmanaged = [(name, p) for name, p in _named(gm, parameters, root) if REGISTRY.find(p) is None]
+    extend(model, [(unused_name(name, taken), p) for name, p in unmanaged])
+    REGISTRY.refresh(model)
 
 
 def _root_of(parameters: Sequence[nn.Parameter]) -> nn.Module | None:

@@ -262,12 +262,30 @@ def post_accumulate_hooks(parameter: torch.Tensor) -> int:
     return len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
 
 
+def first_step_post_hook(
+    optimizer: torch.optim.Optimizer, hook: Callable[[torch.optim.Optimizer, Any, Any], None]
+) -> None:
+    """Runs ``hook`` after each step of the optimizer, before every hook of the user's."""
+    handle = optimizer.register_step_post_hook(hook)
+    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+
+
 # --- autograd -------------------------------------------------------------------------------
 
 
 def backward_id() -> int:
     """An id of the ``backward()`` that runs in this thread, -1 outside of one."""
     return int(torch._C._current_graph_task_id())
+
+
+def accumulates(node: Any) -> bool:
+    """Whether the running ``backward()`` will accumulate into the leaf whose gradient accumulator
+    (an autograd node) this is: not if it was given other ``inputs``.
+
+    Raises:
+        RuntimeError: this is ``torch.autograd.grad`` with respect to that leaf.
+    """
+    return bool(torch._C._will_engine_execute_node(node))
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

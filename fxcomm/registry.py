@@ -14,12 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
+from fxcomm import compat
 from fxcomm.runtime.adoption import ReplicatedOptimizer, adopt
 from fxcomm.runtime.model import ManagedModel
 from fxcomm.runtime.optimizer import AdoptedOptimizer, Managed
@@ -56,7 +54,6 @@ class Registry:
         if not self._hooked:
             self._hooked = True
             register_optimizer_step_pre_hook(self._before_step)
-            register_optimizer_step_post_hook(self._after_step)
 
     def refresh(self, model: ManagedModel) -> None:
         """Registers parameters that were added to a model."""
@@ -113,6 +110,7 @@ class Registry:
             if not self.managed(optimizer):
                 return None
             if adopted is None:
+                compat.first_step_post_hook(optimizer, self._after_step)
                 self._hook_state(optimizer)
             adopted = self._adopted[optimizer] = adopt(optimizer, self, adopted)
         adopted.before_step(optimizer)

@@ -9,12 +9,12 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from fxcomm.errors import FxcommError
+from fxcomm.errors import FxcommError, UnsupportedModelError
 from fxcomm.runtime.model import ManagedModel
 from fxcomm.runtime.optimizer import AdoptedOptimizer, Managed, signature
 from fxcomm.runtime.parameters import ManagedParameter
 from fxcomm.runtime.probe import require_element_wise
-from fxcomm.runtime.start import check_parameters, describe, require_equal_values
+from fxcomm.runtime.start import extend, unused_name
 
 _log = logging.getLogger("fxcomm")
 _NAMES_SHOWN = 8
@@ -107,29 +107,30 @@ def _take_outsiders(
         for i, p in enumerate(group["params"])
         if p.requires_grad and id(p) not in managed
     ]
-    home.environment.agreement.require_equal(
-        home.topic("parameters outside the compiled module"),
-        [describe(name, p) for name, p in outside],
-    )
-    if not outside:
+    taken = {p.name for p in home.parameters}
+    added = extend(home, [(unused_name(name, taken), p) for name, p in outside])
+    if not added:
         return
-    check_parameters(outside)
-    names = [name for name, _ in outside]
+    known.refresh(home)
     _log.warning(
         "%s outside the compiled module: their gradients are reduced at the end of each backward, "
         "without overlap. Compile the module that contains them to hide it.",
-        _listed(names),
+        _listed([p.name for p in added]),
     )
-    taken = {p.name for p in home.parameters}
-    named = [(_unused(name, taken), p) for name, p in outside]
-    added = home.add_parameters(named)
-    known.refresh(home)
-    require_equal_values(home, added)
-    home.synchronise_outside(added)
+    _refuse_edited(home, added)
+    home.synchronise_whole(added)
 
 
-def _unused(name: str, taken: set[str]) -> str:
-    return name if name not in taken else _unused(name + "'", taken)
+def _refuse_edited(home: ManagedModel, added: Sequence[ManagedParameter]) -> None:
+    """What clipping did before this step saw the unreduced gradients of ``added``, and is wrong."""
+    edited = [p.name for p in home.parameters if home.edited(p)]
+    if edited and any(p.parameter.grad is not None for p in added):
+        raise UnsupportedModelError(
+            f"gradients were changed (clipped?) between backward and step, {edited[0]!r} among "
+            f"them, before fxcomm knew of {_listed([p.name for p in added])} outside the compiled "
+            "module, whose gradients were not yet reduced. Put these parameters and the compiled "
+            "module into one module and call that."
+        )
 
 
 def _say_eager(model: ManagedModel, chosen: Sequence[ManagedParameter]) -> None:

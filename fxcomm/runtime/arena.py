@@ -289,9 +289,9 @@ class ShardedArena(Arena):
     def _collective(self, numel: int, dtype: torch.dtype) -> Collective:
         return self.communicator.reduce_scatter_mean(numel, dtype)
 
-    def rounds(self, dtype: torch.dtype) -> bool:
-        """Whether updated parameters of ``dtype`` are rounded to another dtype to be gathered."""
-        return self._gather_dtype not in (None, dtype)
+    def gather_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which updated parameters of ``dtype`` travel."""
+        return self._gather_dtype or dtype
 
     def owned(self, parameter: ManagedParameter) -> list[OwnedSegment]:
         """The parameter's elements that this rank owns."""
@@ -354,8 +354,7 @@ class ShardedArena(Arena):
 
     def _start_gather(self, bucket: int) -> tuple[int, torch.Tensor, dist.Work]:
         buffer = self.buckets[bucket]
-        if self.rounds(buffer.dtype):
-            buffer = buffer.to(self._gather_dtype)
+        buffer = buffer.to(self.gather_dtype(buffer.dtype))
         self._meter.sent(self.communicator.all_gather_bytes(buffer.numel() * buffer.itemsize))
         return bucket, buffer, self.communicator.all_gather(buffer)
 

@@ -129,20 +129,31 @@ class BackwardGraph:
 
     def __call__(self, args: list[Any]) -> list[Any]:
         """Runs the graph and hands its parameter gradients to the model."""
+        wanted = {p.index for _, p in self._captured.gradients if p.wants_gradient()}
+        if not wanted:
+            return self._run_for_inputs(args)
         running = self._model.enter_backward()
-        runs = self._runs if self._may_launch(running) else ()
-        variant = self._variant(runs)
+        # A backward for some parameters only must not launch buckets that hold others.
+        whole = len(wanted) == len(self._produced)
+        variant = self._variant(self._runs if whole and self._may_launch(running) else ())
         outputs = list(variant.run(args))
         self._note_launches(variant, outputs)
         for position, parameter in self._captured.gradients:
-            if position not in variant.dropped and outputs[position] is not None:
-                running.add(parameter, outputs[position])
-            outputs[position] = None
-        running.produced |= self._produced
-        running.executions.append(
-            GraphExecution(self.number, tuple(p.index for _, p in self._captured.gradients))
-        )
+            gradient, outputs[position] = outputs[position], None
+            if position not in variant.dropped and parameter.index in wanted:
+                running.add(parameter, gradient)
+        running.produced |= wanted
+        produced = (p.index for _, p in self._captured.gradients if p.index in wanted)
+        running.executions.append(GraphExecution(self.number, tuple(produced)))
         return outputs[: self._output_count]
+
+    def _run_for_inputs(self, args: list[Any]) -> list[Any]:
+        """A backward that accumulates into none of the parameters (``torch.autograd.grad``, or
+        ``backward(inputs=...)``)."""
+        outputs = list(self._variant(()).run(args))
+        for position, _ in self._captured.gradients:
+            outputs[position] = None
+        return outputs
 
     def _may_launch(self, running: BackwardPass) -> bool:
         """Whether the next buckets in order are this graph's, and nothing else contributed to

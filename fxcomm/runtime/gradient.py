@@ -76,6 +76,12 @@ class ShardedGradient(torch.Tensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"ShardedGradient({self.managed.name!r}, shape={tuple(self.shape)})"
 
+    def _refuse(self, *args: object, **kwargs: object) -> Any:
+        """For what reads elements without asking an operator."""
+        raise _refusal("reading elements", (self,), {})
+
+    numpy = tolist = item = __array__ = __bool__ = __reduce_ex__ = __deepcopy__ = _refuse
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,

@@ -90,6 +90,7 @@ class ManagedModel:
         self._norms: dict[float, dict[int, torch.Tensor]] = {}
         self._topics = 0
         self._changed_buffers: set[int] = set()
+        self._delivered: dict[int, tuple[torch.Tensor, int]] = {}
 
     @property
     def sharded(self) -> bool:
@@ -352,6 +353,14 @@ class ManagedModel:
         mean = p.unflatten(apply_calls(collective.finish, flat, call_eagerly))
         kept = backward.kept.pop(p.index, None)
         p.parameter.grad = mean if kept is None else kept.add_(mean)
+        self._delivered[p.index] = (p.parameter.grad, p.parameter.grad._version)
+
+    def edited(self, p: ManagedParameter) -> bool:
+        """Whether someone wrote to a whole gradient since it was reduced."""
+        gradient, version = self._delivered.get(p.index, (None, 0))
+        return (
+            gradient is not None and gradient is p.parameter.grad and gradient._version != version
+        )
 
     def _announce(self, present: set[int]) -> set[int]:
         """Gives every present sharded parameter its ``p.grad``; returns the parameters whose
@@ -410,6 +419,19 @@ class ManagedModel:
             self._synchronise(backward)
         self.finish()
 
+    def take_assigned(self) -> None:
+        """Reduces whole gradients that the user assigned to ``p.grad`` of sharded parameters, as on
+        every rank. Autograd's own never stay there."""
+        assigned = [
+            p
+            for p in self.parameters
+            if isinstance(p.arena, ShardedArena)
+            and p.parameter.grad is not None
+            and not isinstance(p.parameter.grad, ShardedGradient)
+        ]
+        if assigned:
+            self.synchronise_whole(assigned)
+
     def silence(self, by: int) -> None:
         """Enters (1) or leaves (-1) a ``no_sync``; they nest."""
         self._silenced += by
@@ -421,10 +443,10 @@ class ManagedModel:
             self._changed_buffers.clear()
         self.meter.close_step()
 
-    def synchronise_outside(self, added: Sequence[ManagedParameter]) -> None:
-        """Reduces the plain ``p.grad`` of parameters that have just been added. Collective."""
+    def synchronise_whole(self, chosen: Sequence[ManagedParameter]) -> None:
+        """Reduces the whole ``p.grad`` of parameters for which no backward did. Collective."""
         backward = BackwardPass(-1)
-        for p in added:
+        for p in chosen:
             if p.parameter.grad is not None:
                 backward.add(p, p.parameter.grad)
                 p.parameter.grad = None
@@ -500,6 +522,8 @@ class ManagedModel:
         self.settle()
         arena = self._new_arena(self._agreed_plan(chosen), chosen)
         self.arenas.append(arena)
+        for p in chosen:
+            self._delivered.pop(p.index, None)
         self.dump.plan(arena.number, arena.plan)
         if isinstance(arena, ShardedArena):
             for p in chosen:

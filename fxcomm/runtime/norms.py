@@ -29,7 +29,7 @@ def gradient_norms(
         raise ShardedGradientError(
             f"norms of order {order} of sharded gradients are not supported; use a positive order"
         )
-    flat = [(i, t) for i, parts in enumerate(shards) for t in parts]
+    flat = [(i, t) for i, parts in enumerate(shards) for t in parts if t.numel()]
     totals = torch.zeros(len(shards), dtype=torch.float64, device=device)
     if flat:
         norms = torch._foreach_norm([t for _, t in flat], order)

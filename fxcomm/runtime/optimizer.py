@@ -29,24 +29,24 @@ Managed = Mapping[int, tuple[ManagedModel, ManagedParameter]]
 @dataclass(frozen=True)
 class ShardParameter:
     """A run of a parameter's elements as the twin sees it: ``tensor`` is what it updates, either
-    the elements themselves or, if ``is_master``, a more precise copy that is rounded after a
-    step."""
+    the elements themselves or, if there is a ``rounded_to``, a more precise master copy, which is
+    rounded to that dtype after a step."""
 
     segment: OwnedSegment
     tensor: torch.Tensor
-    is_master: bool
+    rounded_to: torch.dtype | None = None
 
     def refresh_master(self) -> None:
         """Takes over elements that someone changed since the last step (a loaded checkpoint)."""
-        if self.is_master:
+        if self.rounded_to is not None:
             elements = self.segment.elements
-            changed = elements != self.tensor.to(elements.dtype)
+            changed = elements != self.tensor.to(self.rounded_to)
             self.tensor.copy_(torch.where(changed, elements.to(self.tensor.dtype), self.tensor))
 
     def round_master(self) -> None:
         """Writes the updated master to the parameter's elements."""
-        if self.is_master:
-            self.segment.elements.copy_(self.tensor)
+        if self.rounded_to is not None:
+            self.segment.elements.copy_(self.tensor.to(self.rounded_to))
 
 
 Signature = tuple[tuple[tuple[int, bool], ...], ...]
@@ -62,14 +62,12 @@ def signature(optimizer: torch.optim.Optimizer) -> Signature:
 def _shards(model: ManagedModel, p: ManagedParameter) -> list[ShardParameter]:
     arena = p.arena
     assert isinstance(arena, ShardedArena)
-    wanted = accumulation_dtype(p.parameter.dtype)
-    is_master = wanted != p.parameter.dtype or arena.rounds(p.parameter.dtype)
+    dtype = p.parameter.dtype
+    wanted, gathered = accumulation_dtype(dtype), arena.gather_dtype(dtype)
+    if wanted == dtype == gathered:
+        return [ShardParameter(segment, segment.elements) for segment in arena.owned(p)]
     return [
-        ShardParameter(
-            segment,
-            segment.elements.to(wanted, copy=True) if is_master else segment.elements,
-            is_master,
-        )
+        ShardParameter(segment, segment.elements.to(wanted, copy=True), gathered)
         for segment in arena.owned(p)
     ]
 
@@ -151,6 +149,7 @@ class AdoptedOptimizer:
         """Waits for the reductions in flight and points the twin at this rank's gradients."""
         for model in self.models:
             model.settle()
+            model.take_assigned()
         for key, (model, p) in self._managed.items():
             present = isinstance(p.parameter.grad, ShardedGradient)
             shards = self._shards[key]
@@ -166,6 +165,9 @@ class AdoptedOptimizer:
                 shard.tensor.grad = None
                 shard.round_master()
         _copy_hyperparameters(self.twin, optimizer)
+        for name, value in self.twin.__dict__.items():
+            if name not in ("param_groups", "state") and not name.startswith("_optimizer_"):
+                optimizer.__dict__[name] = value
         arenas = dict.fromkeys(p.arena for _, p in self._managed.values())
         for arena in arenas:
             assert isinstance(arena, ShardedArena)
@@ -203,18 +205,15 @@ class AdoptedOptimizer:
     def load_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes the state that the user's optimizer has just loaded."""
         incoming, self._incoming = self._incoming, None
-        optimizer.state.clear()
-        if incoming is None:
-            return
+        assert incoming is not None, "a state dict was loaded unannounced"
         saved = [i for group in incoming["param_groups"] for i in group["params"]]
         mine = [p for group in optimizer.param_groups for p in group["params"]]
-        whole = {
-            p: dict(incoming["state"][i])
-            for i, p in zip(saved, mine, strict=True)
-            if i in incoming["state"]
-        }
+        for i, parameter in zip(saved, mine, strict=True):
+            if accumulation_dtype(parameter.dtype) != parameter.dtype and i in incoming["state"]:
+                optimizer.state[parameter] = dict(incoming["state"][i])
         self.twin.state.clear()
-        self._take_state(optimizer.param_groups, whole)
+        self._take_state(optimizer.param_groups, optimizer.state)
+        optimizer.state.clear()
 
     def full_state(self, optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
         """The state of every parameter as an unsharded optimizer would hold it, by position.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -44,6 +44,7 @@ class ManagedParameter:
         self.arena: Arena | None = None
         self.slot = -1
         self._home: torch.Tensor | None = None
+        self._accumulator: Any = None
 
     def __repr__(self) -> str:
         return f"ManagedParameter({self.index}, {self.name!r})"
@@ -59,6 +60,23 @@ class ManagedParameter:
             itemsize=p.dtype.itemsize,
             device=p.device.type,
         )
+
+    def wants_gradient(self) -> bool:
+        """Whether the running backward is to accumulate into the parameter.
+
+        Raises:
+            UnsupportedModelError: it is ``torch.autograd.grad`` with respect to the parameter.
+        """
+        if self._accumulator is None:
+            # Kept: a parameter has one accumulator as long as someone holds it.
+            self._accumulator = torch.autograd.graph.get_gradient_edge(self.parameter).node
+        try:
+            return compat.accumulates(self._accumulator)
+        except RuntimeError as error:
+            raise UnsupportedModelError(
+                f"torch.autograd.grad with respect to parameter {self.name!r}: its gradient would "
+                "be this rank's alone. Call loss.backward() and read fxcomm.full_grad(p)."
+            ) from error
 
     def flatten(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the parameter's shape as one dimension, in the parameter's memory order."""

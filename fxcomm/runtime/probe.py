@@ -44,19 +44,20 @@ def require_element_wise(optimizer: torch.optim.Optimizer) -> None:
     """Steps every kind of group of ``optimizer`` on a small matrix and on the same elements cut
     into flat pieces, with equal gradients; the results must agree.
 
-    Factored, layer-wise, matrix-wise, noisy and closure-driven optimizers fail this.
+    Factored, layer-wise, matrix-wise, globally normalised, noisy and closure-driven optimizers fail
+    this.
 
     Raises:
         UnsupportedOptimizerError: names the class and what to do instead.
     """
     for group in optimizer.param_groups:
         try:
-            whole = _run(optimizer, group, [(0, _CUTS[-1])], flat=False)
-            pieces = list(itertools.pairwise(_CUTS))
-            cut = _run(optimizer, group, pieces, flat=True)
+            whole = _run(optimizer, group, 0, _CUTS[-1], flat=False)
+            # Each piece in an optimizer of its own, as each rank has some.
+            cut = [_run(optimizer, group, a, b, flat=True) for a, b in itertools.pairwise(_CUTS)]
         except Exception as error:
             raise _refusal(optimizer, f"it failed on a flat piece of a matrix: {error}") from error
-        if not torch.allclose(whole, cut, rtol=1e-9, atol=1e-12):
+        if not torch.allclose(whole, torch.cat(cut), rtol=1e-9, atol=1e-12):
             raise _refusal(optimizer, "its update of an element depends on other elements")
 
 
@@ -71,28 +72,27 @@ def _refusal(optimizer: torch.optim.Optimizer, reason: str) -> UnsupportedOptimi
 def _run(
     optimizer: torch.optim.Optimizer,
     group: dict[str, Any],
-    pieces: list[tuple[int, int]],
+    start: int,
+    end: int,
     *,
     flat: bool,
 ) -> torch.Tensor:
-    """All elements after a few steps from a fixed start with fixed gradients."""
+    """Elements ``start`` to ``end`` after a few steps from a fixed start with fixed gradients."""
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(_CUTS[-1], dtype=torch.float64, generator=generator)
+    elements = torch.randn(_CUTS[-1], dtype=torch.float64, generator=generator)
     # Rows of different sizes: an update that averages over rows or the matrix shows.
     scale = torch.logspace(-2, 2, _CUTS[-1], dtype=torch.float64)
     device = next((p.device for p in group["params"]), torch.device("cpu"))
-    tensors = [start[a:b].to(device, copy=True) for a, b in pieces]
-    if not flat:
-        tensors = [tensors[0].view(_SHAPE)]
+    shape = (-1,) if flat else _SHAPE
+    tensor = elements[start:end].to(device, copy=True).view(shape)
     copied = twin(optimizer)
     hyperparameters = {k: copy.deepcopy(v) for k, v in group.items() if k != "params"}
-    copied.param_groups = [{**hyperparameters, "params": tensors, **_visible_rate(group)}]
+    copied.param_groups = [{**hyperparameters, "params": [tensor], **_visible_rate(group)}]
     for _ in range(_STEPS):
         gradient = torch.randn(_CUTS[-1], dtype=torch.float64, generator=generator) * scale
-        for tensor, (a, b) in zip(tensors, pieces, strict=True):
-            tensor.grad = gradient[a:b].to(device, copy=True).view(tensor.shape)
+        tensor.grad = gradient[start:end].to(device, copy=True).view(shape)
         copied.step()
-    return torch.cat([tensor.reshape(-1) for tensor in tensors]).cpu()
+    return tensor.reshape(-1).cpu()
 
 
 def _visible_rate(group: dict[str, Any]) -> dict[str, Any]:

@@ -47,6 +47,31 @@ def start(
         model.buffers.watch(root)
 
 
+def extend(
+    model: ManagedModel, named: Sequence[tuple[str, nn.Parameter]]
+) -> list[ManagedParameter]:
+    """Takes charge of more parameters after the start, of which ranks may have used other values.
+
+    Raises:
+        RankMismatchError: the ranks add different parameters, or their values differ.
+        UnsupportedModelError: a parameter is of a kind that cannot be sharded.
+    """
+    check_parameters(named)
+    model.environment.agreement.require_equal(
+        model.topic("parameters that joined later"), [describe(name, p) for name, p in named]
+    )
+    if not named:
+        return []
+    added = model.add_parameters(named)
+    require_equal_values(model, added)
+    return added
+
+
+def unused_name(name: str, taken: set[str]) -> str:
+    """``name``, marked if it is taken."""
+    return name if name not in taken else unused_name(name + "'", taken)
+
+
 def broadcast(model: ManagedModel, tensor: torch.Tensor) -> None:
     """Overwrites a tensor with rank 0's, whatever its strides."""
     if not tensor.numel() or tensor.is_meta:
@@ -82,8 +107,8 @@ def check_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> None:
 
 
 def require_equal_values(model: ManagedModel, added: Sequence[ManagedParameter]) -> None:
-    """Parameters that only an optimizer made known have already been used: they must have been
-    equal on all ranks.
+    """Parameters that join after the start have already been used: they must have been equal on
+    all ranks.
 
     Raises:
         RankMismatchError: names the first that was not.
@@ -97,6 +122,6 @@ def require_equal_values(model: ManagedModel, added: Sequence[ManagedParameter])
     for p, flag in zip(added, differs.tolist(), strict=True):
         if flag:
             raise RankMismatchError(
-                f"parameter {p.name} of the optimizer is outside the compiled module and differs "
-                "between the ranks. Seed every rank alike, or compile the module that contains it."
+                f"parameter {p.name!r} joined training after the start and differs between the "
+                "ranks. Seed every rank alike, or compile the module that contains it."
             )
