@@ -123,13 +123,12 @@ def _take_outsiders(
 
 def _refuse_edited(home: ManagedModel, added: Sequence[ManagedParameter]) -> None:
     """What clipping did before this step saw the unreduced gradients of ``added``, and is wrong."""
-    edited = [p.name for p in home.parameters if home.edited(p)]
-    if edited and any(p.parameter.grad is not None for p in added):
+    if home.edited and any(p.parameter.grad is not None for p in added):
         raise UnsupportedModelError(
-            f"gradients were changed (clipped?) between backward and step, {edited[0]!r} among "
-            f"them, before fxcomm knew of {_listed([p.name for p in added])} outside the compiled "
-            "module, whose gradients were not yet reduced. Put these parameters and the compiled "
-            "module into one module and call that."
+            "gradients were changed (clipped?) between backward and step, before fxcomm knew of "
+            f"{_listed([p.name for p in added])} outside the compiled module, whose gradients were "
+            "not yet reduced. Put these parameters and the compiled module into one module and "
+            "call that."
         )
 
 

@@ -158,7 +158,7 @@ def _each_shard(
             gradient.unsynced = None
         shards += gradient.model.gradient_shards(gradient.managed)
     for model in _models(gradients):
-        model.forget_norms()
+        model.note_write()
     if foreach and shards:
         func(shards, *others, **kwargs)
     elif not foreach:
@@ -193,7 +193,7 @@ def _unscale(
     for group in by_dtype.values():
         func(group, found_inf, inverse_scale)
     for model in _models(gradients):
-        model.forget_norms()
+        model.note_write()
         model.agree_on_maximum(found_inf)
 
 

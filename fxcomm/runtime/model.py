@@ -90,7 +90,8 @@ class ManagedModel:
         self._norms: dict[float, dict[int, torch.Tensor]] = {}
         self._topics = 0
         self._changed_buffers: set[int] = set()
-        self._delivered: dict[int, tuple[torch.Tensor, int]] = {}
+        self._delivered: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._written = False
 
     @property
     def sharded(self) -> bool:
@@ -239,6 +240,8 @@ class ManagedModel:
         backward, self._pass, self._callback = self._pass, None, None
         if backward is None:
             return
+        self._written = False
+        self._delivered.clear()
         self._collect_from_outside(backward)
         if backward.executions:
             self.observed = backward.observed()
@@ -353,14 +356,13 @@ class ManagedModel:
         mean = p.unflatten(apply_calls(collective.finish, flat, call_eagerly))
         kept = backward.kept.pop(p.index, None)
         p.parameter.grad = mean if kept is None else kept.add_(mean)
-        self._delivered[p.index] = (p.parameter.grad, p.parameter.grad._version)
+        self._delivered[p.index] = (weakref.ref(p.parameter.grad), p.parameter.grad._version)
 
-    def edited(self, p: ManagedParameter) -> bool:
-        """Whether someone wrote to a whole gradient since it was reduced."""
-        gradient, version = self._delivered.get(p.index, (None, 0))
-        return (
-            gradient is not None and gradient is p.parameter.grad and gradient._version != version
-        )
+    @property
+    def edited(self) -> bool:
+        """Whether someone wrote to a gradient since the last backward reduced it."""
+        delivered = [(gradient(), version) for gradient, version in self._delivered.values()]
+        return self._written or any(g is not None and g._version != v for g, v in delivered)
 
     def _announce(self, present: set[int]) -> set[int]:
         """Gives every present sharded parameter its ``p.grad``; returns the parameters whose
@@ -487,8 +489,9 @@ class ManagedModel:
             }
         return self._norms[order][p.index]
 
-    def forget_norms(self) -> None:
-        """Gradients changed; norms must be computed anew."""
+    def note_write(self) -> None:
+        """The user changed gradients; norms must be computed anew."""
+        self._written = True
         self._norms.clear()
 
     def agree_on_maximum(self, tensor: torch.Tensor) -> None:
@@ -522,8 +525,6 @@ class ManagedModel:
         self.settle()
         arena = self._new_arena(self._agreed_plan(chosen), chosen)
         self.arenas.append(arena)
-        for p in chosen:
-            self._delivered.pop(p.index, None)
         self.dump.plan(arena.number, arena.plan)
         if isinstance(arena, ShardedArena):
             for p in chosen:

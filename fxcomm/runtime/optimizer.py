@@ -172,11 +172,10 @@ class AdoptedOptimizer:
         for arena in arenas:
             assert isinstance(arena, ShardedArena)
             arena.gather(range(arena.bucket_count))
-        for model, p in self._managed.values():
+        for _, p in self._managed.values():
             # What an in-place update of the parameter would do: a graph that saved the old value
             # must refuse to run backward.
             torch.autograd.graph.increment_version(p.parameter)
-            model.forget_norms()
 
     # --- state ---
 
