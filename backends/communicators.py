@@ -13,6 +13,10 @@ from fxcomm.communicator import Collective, Communicator, OperatorCall
 _functional = torch.ops._c10d_functional
 _aten = torch.ops.aten
 
+# gloo knows no complex numbers: they travel as pairs.
+_AS_PAIRS = (OperatorCall(_aten.view_as_real.default), OperatorCall(_aten.view.default, ([-1],)))
+_FROM_PAIRS = OperatorCall(_aten.view_as_complex.default)
+
 _WAIT = OperatorCall(_functional.wait_tensor.default)
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -39,6 +43,7 @@ class _GroupCommunicator:
         return (self.world_size - 1) / self.world_size
 
     def all_gather(self, buffer: torch.Tensor) -> dist.Work:
+        buffer = _real(buffer)
         shard = buffer.chunk(self.world_size)[self.rank]
         work: dist.Work = compat.all_gather_in_place(buffer, shard, self.group)
         return work
@@ -47,10 +52,15 @@ class _GroupCommunicator:
         return nbytes * self._fraction_sent()
 
     def all_reduce(self, tensor: torch.Tensor, operation: str) -> None:
-        dist.all_reduce(tensor, op=_REDUCE[operation], group=self.group)
+        dist.all_reduce(_real(tensor), op=_REDUCE[operation], group=self.group)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        dist.broadcast(tensor, src=dist.get_global_rank(self.group, 0), group=self.group)
+        dist.broadcast(_real(tensor), src=dist.get_global_rank(self.group, 0), group=self.group)
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's memory as real numbers."""
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
 @dataclass(frozen=True)
@@ -63,29 +73,37 @@ class GlooCommunicator(_GroupCommunicator):
     """
 
     def reduce_scatter_mean(self, numel: int, dtype: torch.dtype) -> Collective:
-        world_size = self.world_size
-        splits = [numel // world_size] * world_size
+        world_size, pair = self.world_size, [2] if dtype.is_complex else []
+        size = numel // world_size
+        splits = [size * (2 if pair else 1)] * world_size
         return Collective(
-            prepare=(),
+            prepare=_AS_PAIRS if pair else (),
             launch=OperatorCall(
                 _functional.all_to_all_single.default, (splits, splits, self._name)
             ),
             finish=(
                 _WAIT,
-                OperatorCall(_aten.view.default, ([world_size, numel // world_size],)),
+                OperatorCall(_aten.view.default, ([world_size, size, *pair],)),
                 OperatorCall(_aten.mean.dim, ([0],)),
+                *([_FROM_PAIRS] if pair else []),
             ),
             sent_bytes=numel * dtype.itemsize * self._fraction_sent(),
         )
 
     def all_reduce_mean(self, numel: int, dtype: torch.dtype) -> Collective:
         divide = OperatorCall(_aten.div.Scalar, (self.world_size,))
-        # A sum of 16-bit floats may overflow where their mean does not.
-        early = dtype.itemsize == 2
+        prepare: tuple[OperatorCall, ...] = ()
+        finish: tuple[OperatorCall, ...] = (_WAIT, divide)
+        if dtype.is_complex:
+            pairs = OperatorCall(_aten.view.default, ([numel, 2],))
+            prepare, finish = _AS_PAIRS, (_WAIT, divide, pairs, _FROM_PAIRS)
+        elif dtype.itemsize == 2:
+            # A sum of 16-bit floats may overflow where their mean does not.
+            prepare, finish = (divide,), (_WAIT,)
         return Collective(
-            prepare=(divide,) if early else (),
+            prepare=prepare,
             launch=OperatorCall(_functional.all_reduce.default, ("sum", self._name)),
-            finish=(_WAIT,) if early else (_WAIT, divide),
+            finish=finish,
             sent_bytes=2 * numel * dtype.itemsize * self._fraction_sent(),
         )
 

@@ -72,17 +72,25 @@ class OverlapPlan:
         """
         try:
             fields = json.loads(text)
-            layout = ShardLayout.from_json(json.dumps(fields["layout"]))
-            in_graph = tuple(bool(flag) for flag in fields["in_graph"])
-            limit = fields["in_flight_bytes"]
-            plan = cls(str(fields["name"]), layout, in_graph, None if limit is None else int(limit))
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"not an overlap plan: {error!r}") from error
-        if len(plan.in_graph) != len(layout.buckets):
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"not an overlap plan: {error}") from error
+        entries = {"name", "layout", "in_graph", "in_flight_bytes"}
+        if not isinstance(fields, dict) or set(fields) != entries:
+            raise ValueError(f"an overlap plan has the entries {sorted(entries)} and no others")
+        layout = ShardLayout.from_json(json.dumps(fields["layout"]))
+        name, in_graph, limit = fields["name"], fields["in_graph"], fields["in_flight_bytes"]
+        if not isinstance(name, str):
+            raise ValueError(f"the plan's name is {name!r}, not a text")
+        if not isinstance(in_graph, list) or not all(isinstance(x, bool) for x in in_graph):
+            raise ValueError("the plan's in_graph is not a list of true and false")
+        if len(in_graph) != len(layout.buckets):
             raise ValueError(
                 f"the plan has {len(layout.buckets)} buckets and {len(in_graph)} launch places"
             )
-        return plan
+        # bool is an int in Python.
+        if limit is not None and (type(limit) is not int or limit < 0):
+            raise ValueError(f"the plan's in_flight_bytes is {limit!r}, not a number of bytes")
+        return cls(name, layout, tuple(in_graph), limit)
 
 
 def launch_runs(count: int, observed: ObservedBackward) -> tuple[list[list[int]], list[int]]:
