@@ -13,7 +13,7 @@ from fxcomm import compat
 from fxcomm.analysis.gradients import output_node, production_order
 from fxcomm.backends.groups import open_environment, training_group
 from fxcomm.backends.lowering import backward_lowering, compile_graph
-from fxcomm.errors import OptionsError
+from fxcomm.errors import FxcommError, OptionsError
 from fxcomm.options import Options
 from fxcomm.registry import REGISTRY
 from fxcomm.runtime.backward_graph import CapturedBackward
@@ -37,6 +37,17 @@ def fxcomm(
         FxcommError: something cannot be done right; the message says what to change.
     """
     del torch_compile_arguments  # such as mode, which torch.compile passes on
+    try:
+        return _compile(gm, example_inputs, options)
+    except FxcommError as error:
+        raise compat.past_dynamo(error) from error
+
+
+def _compile(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Mapping[str, object] | None,
+) -> Callable[..., Any]:
     parsed = Options.from_mapping(options)
     group = training_group(parsed)
     parameters = {

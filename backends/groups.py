@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -43,7 +44,7 @@ def open_environment(group: dist.ProcessGroup, options: Options) -> Environment:
     fake = compat.group_backend(group, torch.device("cpu")) == "fake"
 
     def open_group(backend: str) -> dist.ProcessGroup:
-        return group if fake else _new_group(ranks, backend)
+        return group if fake else _new_group(ranks, backend, compat.group_timeout(group))
 
     def connect(device: torch.device) -> Communicator:
         return communicator_for(open_group(compat.group_backend(group, device)), device)
@@ -58,15 +59,15 @@ def open_environment(group: dist.ProcessGroup, options: Options) -> Environment:
         ),
         rank=rank,
         world_size=world_size,
-        control=open_group("gloo"),
         connect=connect,
+        connect_control=lambda: open_group("gloo"),
     )
 
 
-def _new_group(ranks: list[int], backend: str) -> dist.ProcessGroup:
+def _new_group(ranks: list[int], backend: str, timeout: timedelta) -> dist.ProcessGroup:
     # Never destroyed before the process ends: the name of the next group depends on which names
     # are in use, and ranks that collect a dropped model at different times would name it
     # differently and wait for each other in vain.
-    group = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+    group = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     return group

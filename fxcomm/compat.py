@@ -21,6 +21,7 @@ import torch.fx
 from torch import nn
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.exc import ShortenTraceback
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import LocalSource
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
@@ -182,6 +183,14 @@ class LateGuards:
         )
 
 
+def past_dynamo(error: Exception) -> Exception:
+    """The error as one of its own class that Dynamo lets through; others reach the user wrapped in
+    ``BackendCompilerFailed``, and could not be caught by their class."""
+    kind = type(type(error).__name__, (ShortenTraceback, type(error)), {})
+    passed: Exception = kind(*error.args, first_useful_frame=None)
+    return passed
+
+
 # --- what a captured graph says about itself ------------------------------------------------
 
 
@@ -320,9 +329,10 @@ def group_name(group: dist.ProcessGroup) -> str:
     return str(group.group_name)
 
 
-def group_timeout(group: dist.ProcessGroup | None) -> timedelta:
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
     """The time after which the group's collectives fail."""
-    return dist.distributed_c10d._get_default_timeout(dist.get_backend(group))
+    timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    return timeout
 
 
 def all_gather_in_place(buffer: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Any:

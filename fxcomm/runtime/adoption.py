@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -152,9 +152,20 @@ def _describe(optimizer: torch.optim.Optimizer, managed: Managed) -> list[str]:
     """Lines by which ranks compare their optimizers."""
     lines = [f"optimizer {type(optimizer).__name__}"]
     for number, group in enumerate(optimizer.param_groups):
-        settings = {k: v for k, v in group.items() if k != "params"}
+        settings = {k: _comparable(v) for k, v in group.items() if k != "params"}
         lines.append(f"group {number} with {settings}")
         for parameter in group["params"]:
             entry = managed.get(id(parameter))
             lines.append(f"group {number}: {entry[1].name if entry else 'an unmanaged tensor'}")
     return lines
+
+
+def _comparable(setting: Any) -> object:
+    """A hyperparameter as something whose text is equal on ranks where it is equal."""
+    if isinstance(setting, torch.Tensor):
+        return setting.tolist()
+    if isinstance(setting, (list, tuple)):
+        return [_comparable(item) for item in setting]
+    if setting is None or isinstance(setting, (bool, int, float, complex, str)):
+        return setting
+    return type(setting).__qualname__  # the text of an object may hold its address

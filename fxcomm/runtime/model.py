@@ -44,13 +44,13 @@ from fxcomm.runtime.statistics import StepMeter
 @dataclass(frozen=True)
 class Environment:
     """The ranks a model trains on. ``connect`` opens a new process group for collectives on a
-    device; ``control`` is a group for small CPU tensors."""
+    device, ``connect_control`` one for small CPU tensors; both wait for every rank."""
 
     agreement: Agreement
     rank: int
     world_size: int
-    control: dist.ProcessGroup
     connect: Callable[[torch.device], Communicator]
+    connect_control: Callable[[], dist.ProcessGroup]
 
 
 @dataclass
@@ -82,6 +82,7 @@ class ManagedModel:
         self._graphs: weakref.WeakSet[BackwardGraph] = weakref.WeakSet()
         self._graph_count = 0
         self._dense: Communicator | None = None
+        self._control: dist.ProcessGroup | None = None
         self._pass: BackwardPass | None = None
         self._callback: weakref.ref[Callable[[], None]] | None = None
         self._pending: _Pending | None = None
@@ -114,6 +115,17 @@ class ManagedModel:
         if self._dense is None:
             self._dense = self.environment.connect(self.parameters[0].parameter.device)
         return self._dense
+
+    def connect(self) -> None:
+        """Opens the groups that every model needs. Collective."""
+        _ = self.control, self.dense
+
+    @property
+    def control(self) -> dist.ProcessGroup:
+        """A group for small CPU tensors: what ranks tell each other."""
+        if self._control is None:
+            self._control = self.environment.connect_control()
+        return self._control
 
     def topic(self, name: str) -> str:
         """A new key under which ranks agree on something."""
@@ -299,7 +311,7 @@ class ManagedModel:
             if arena.next_bucket or any(p.index in backward.produced for p in arena.parameters):
                 arena.launch_remaining(backward.take)
         exchange = PresenceExchange(
-            self.environment.control,
+            self.control,
             present=[p.index in backward.produced for p in self.parameters],
             changed=self.buffers.changed(),
             late=[self._is_late(arena, b, backward) for arena, b in self._buckets()],
@@ -512,7 +524,7 @@ class ManagedModel:
     def gather_objects(self, mine: Any) -> list[Any]:
         """Every rank's ``mine``, by rank. Collective; for small picklable values."""
         everyone = [None] * self.environment.world_size
-        dist.all_gather_object(everyone, mine, group=self.environment.control)
+        dist.all_gather_object(everyone, mine, group=self.control)
         return everyone
 
     # --- planning ---

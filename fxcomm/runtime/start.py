@@ -40,6 +40,7 @@ def start(
     lines += [describe(name, p) for name, p in [*named, *frozen]]
     lines += [describe(name, b, "buffer") for name, b in buffers]
     model.environment.agreement.require_equal(model.topic("the model and options"), lines)
+    model.connect()  # not earlier: it waits for every rank, with no word about who is missing
     with torch.no_grad():
         for tensor in [p.detach() for _, p in [*named, *frozen]] + [b for _, b in buffers]:
             broadcast(model, tensor)
