@@ -1,0 +1,261 @@
+"""The code that Inductor emits for rewritten backward graphs: where collectives start, where they
+are waited for, and which memory is used meanwhile. On the fake process group, as one of 4 ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+from torch import nn
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.utils import run_and_get_code
+
+from fxcomm.plan import OverlapPlan
+from fxcomm.registry import REGISTRY
+from tests.test_fake_ranks import AsFakeRank, as_fake_rank  # noqa: F401 - a fixture
+from tests.zoo import TiedGPT
+
+WORLD = 4
+
+
+# --- the emitted code as events ---
+
+
+@dataclass(frozen=True)
+class Event:
+    """A line of the emitted function that matters here.
+
+    ``kind`` is "launch", "wait", "matmul" or "other" (any other line). ``buffer`` is what a launch
+    makes or a wait waits for, ``operand`` what a launch sends.
+    """
+
+    kind: str
+    line: str
+    buffer: str = ""
+    operand: str = ""
+
+
+_COLLECTIVE = r"torch\.ops\._c10d_functional\."
+_LAUNCH = re.compile(rf"(\w+) = {_COLLECTIVE}(?:all_to_all_single|all_reduce)\.default\((\w+)")
+_LAUNCH_IN_PLACE = re.compile(rf"{_COLLECTIVE}all_reduce_\.default\((\w+)")
+_WAIT = re.compile(rf"{_COLLECTIVE}wait_tensor\.default\((\w+)\)")
+_MATMUL = re.compile(r"extern_kernels\.\w*mm\(|_flash_attention_for_cpu_backward")
+
+
+def events_of(code: str) -> list[Event]:
+    """The lines of the emitted ``call`` in order."""
+    body = code[code.index("def call(") :]
+    body = body[: body.index("\n        return")]
+    return [_event(line.strip()) for line in body.splitlines()]
+
+
+def _event(line: str) -> Event:
+    if found := _LAUNCH.search(line):
+        return Event("launch", line, found[1], found[2])
+    if found := _LAUNCH_IN_PLACE.search(line):
+        return Event("launch", line, found[1], found[1])
+    if found := _WAIT.search(line):
+        return Event("wait", line, found[1])
+    return Event("matmul" if _MATMUL.search(line) else "other", line)
+
+
+# --- what is compiled ---
+
+
+class Layers(nn.Sequential):
+    """Equal layers; a bucket for each. Each but the first costs two matmuls in backward."""
+
+    def __init__(self) -> None:
+        super().__init__(*[f for _ in range(6) for f in (nn.Linear(48, 48), nn.Tanh())])
+
+
+LAYER_MB = 4 * (48 * 48 + 64) / 2**20
+GPT_MB = 0.008
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """The backward code that holds collectives, and the plan."""
+
+    events: tuple[Event, ...]
+    plan: OverlapPlan
+    returned: str
+
+    def places(self, kind: str) -> list[int]:
+        """Indices of the events of a kind."""
+        return [i for i, event in enumerate(self.events) if event.kind == kind]
+
+    def launches(self) -> list[Event]:
+        return [event for event in self.events if event.kind == "launch"]
+
+    def between(self, start: int, end: int, kind: str) -> int:
+        """How many events of a kind lie between two places."""
+        return sum(event.kind == kind for event in self.events[start + 1 : end])
+
+
+def _without_kernels() -> AbstractContextManager[object]:
+    """Emitted C++ kernels do nothing, as collectives do here: compiling them takes minutes."""
+
+    def nothing(self: AsyncCompile, argtypes: Sequence[str], source: str) -> Callable[..., None]:
+        return lambda *args: None
+
+    return patch.object(AsyncCompile, "cpp_pybinding", nothing)
+
+
+def emitting_job(rank: int, world_size: int, name: str, options: dict[str, Any]) -> Any:
+    """Trains two steps with Inductor; the emitted codes and the plan."""
+    del rank, world_size
+    torch.manual_seed(0)
+    gpt = name == "gpt"
+    model: nn.Module = TiedGPT(vocabulary=23, width=16, layers=3) if gpt else Layers()
+    inputs = torch.randint(0, 23, (2, 9)) if gpt else torch.randn(8, 48)
+    compiled = torch.compile(model, backend="fxcomm", options=options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train() -> None:
+        for _ in range(2):
+            compiled(inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    # A hit in the graph cache would emit nothing.
+    with inductor_config.patch(fx_graph_cache=False), _without_kernels():
+        _, codes = run_and_get_code(train)
+    (managed,) = REGISTRY.models_of(model.parameters())
+    return codes, managed.arenas[0].plan.to_json()
+
+
+@pytest.fixture(scope="module")
+def emit(as_fake_rank: AsFakeRank) -> Callable[..., Emitted]:  # noqa: F811
+    """Compiles a model (once for all tests) and reads its backward."""
+
+    @cache
+    def run(name: str, **options: Any) -> Emitted:
+        codes, plan = as_fake_rank(1, WORLD, emitting_job, name, options)
+        with_collectives = [code for code in codes if "_c10d_functional" in code]
+        assert len(with_collectives) == 1, "one backward graph holds all collectives"
+        (code,) = with_collectives
+        returned = re.findall(r"\n        return \((.*)\)", code)[-1]
+        return Emitted(tuple(events_of(code)), OverlapPlan.from_json(plan), returned)
+
+    return run
+
+
+Emit = Callable[..., Emitted]
+
+# name: (model, options)
+PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "layers": ("layers", {"bucket_mb": LAYER_MB}),
+    "layers, little in flight": ("layers", {"bucket_mb": LAYER_MB, "in_flight_mb": 2 * LAYER_MB}),
+    "gpt": ("gpt", {"bucket_mb": GPT_MB}),
+    "gpt, little in flight": ("gpt", {"bucket_mb": GPT_MB, "in_flight_mb": 2.5 * GPT_MB}),
+    "gpt, 16 bits": ("gpt", {"bucket_mb": GPT_MB, "reduce_dtype": "bfloat16"}),
+    "layers, ddp": ("layers", {"bucket_mb": LAYER_MB, "stage": "ddp"}),
+}
+LITTLE = [name for name in PROGRAMS if "little" in name]
+
+
+@pytest.fixture(params=PROGRAMS)
+def program(request: pytest.FixtureRequest, emit: Emit) -> Emitted:
+    name, options = PROGRAMS[request.param]
+    return emit(name, **options)
+
+
+@pytest.fixture(params=LITTLE)
+def little(request: pytest.FixtureRequest, emit: Emit) -> Emitted:
+    name, options = PROGRAMS[request.param]
+    return emit(name, **options)
+
+
+# --- what must hold of it ---
+
+
+def test_every_bucket_is_launched_once_in_plan_order(program: Emitted) -> None:
+    sizes = [bucket.numel for bucket in program.plan.layout.buckets]
+    assert len(sizes) >= 4
+    assert all(program.plan.in_graph)
+    launches = program.launches()
+    assert len(launches) == len(sizes)
+    assert len({event.operand for event in launches}) == len(launches)
+    for event, numel in zip(launches, sizes, strict=True):
+        if "all_to_all" in event.line:
+            assert str([numel // WORLD] * WORLD) in event.line
+
+
+def test_launches_are_spread_over_the_backward(program: Emitted) -> None:
+    """Each bucket starts before kernels that compute later gradients, the first one early."""
+    launches, matmuls = program.places("launch"), program.places("matmul")
+    done = [sum(m < launch for m in matmuls) for launch in launches]
+    assert done == sorted(done)
+    assert done[0] < len(matmuls) / 2
+    assert done[-2] < len(matmuls), "only the last bucket may start when all is computed"
+    # A bucket waits for none of the next bucket's matmuls, unless both end in one gradient.
+    assert len(set(done)) >= len(done) - 1
+
+
+def test_a_layers_bucket_starts_right_after_its_gradients(emit: Emit) -> None:
+    name, options = PROGRAMS["layers"]
+    program = emit(name, **options)
+    matmuls = program.places("matmul")
+    done = [sum(m < launch for m in matmuls) for launch in program.places("launch")]
+    # Two a layer, for its input's gradient and its weight's; the first layer has only one.
+    assert len(matmuls) == 11
+    assert done == [2, 4, 6, 8, 10, 11]
+
+
+def test_without_need_nothing_is_waited_for_in_the_graph(emit: Emit) -> None:
+    for which in ("layers", "gpt", "gpt, 16 bits", "layers, ddp"):
+        name, options = PROGRAMS[which]
+        assert emit(name, **options).places("wait") == []
+
+
+def test_waits_are_not_next_to_their_launches(little: Emitted) -> None:
+    started = {little.events[i].buffer: i for i in little.places("launch")}
+    waits = little.places("wait")
+    assert waits, "the limit asks for waits"
+    for wait in waits:
+        launch = started[little.events[wait].buffer]
+        assert launch < wait
+        assert little.between(launch, wait, "matmul") >= 1
+        assert little.between(launch, wait, "launch") >= 1
+
+
+def test_bytes_in_flight_stay_under_the_limit_in_the_emitted_order(little: Emitted) -> None:
+    limit = little.plan.in_flight_bytes
+    assert limit is not None
+    sizes = iter([bucket.nbytes for bucket in little.plan.layout.buckets])
+    running: dict[str, int] = {}
+    for event in little.events:
+        if event.kind == "launch":
+            running[event.buffer] = next(sizes)
+            assert sum(running.values()) <= limit
+        elif event.kind == "wait":
+            del running[event.buffer]
+
+
+def test_memory_in_flight_is_left_alone(program: Emitted) -> None:
+    """Between launch and wait nothing reads the result, and nothing gets the operand's memory; what
+    the graph does not wait for, it returns."""
+    in_flight: dict[str, str] = {}
+    for event in program.events:
+        if event.kind == "launch":
+            in_flight[event.buffer] = event.operand
+        elif event.kind == "wait":
+            in_flight.pop(event.buffer)
+        elif not event.line.startswith("assert_"):
+            for result, operand in in_flight.items():
+                words = re.findall(r"\w+", event.line)
+                assert result not in words, f"{event.line!r} before the wait for {result}"
+                assert operand not in words, f"{event.line!r} while {operand} is being sent"
+    returned = re.findall(r"\w+", program.returned)
+    for result, operand in in_flight.items():
+        assert result in returned
+        assert operand in returned
