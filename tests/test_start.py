@@ -4,7 +4,6 @@ what would go wrong. And what happens when shapes change after that."""
 from __future__ import annotations
 
 import copy
-import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -395,23 +394,6 @@ def timeouts_job(rank: int, world_size: int) -> set[float]:
 def test_collectives_fail_after_the_time_that_the_user_chose(ranks: Pools) -> None:
     """``init_process_group(timeout=...)`` means fxcomm's groups, too; torch's default is long."""
     assert ranks(2).run(timeouts_job) == [{GROUP_TIMEOUT_S}] * 2
-
-
-def dropped_job(rank: int, world_size: int) -> list[int]:
-    """The number of process groups after each of some models has come and gone."""
-    counts = []
-    for _ in range(4):
-        frozen_job(rank, world_size)
-        torch._dynamo.reset()
-        gc.collect()
-        counts.append(len(dist.distributed_c10d._world.pg_names))
-    return counts
-
-
-def test_a_dropped_model_leaves_no_groups_behind(ranks: Pools) -> None:
-    """Each costs connections and threads, on a GPU memory too."""
-    for counts in ranks(2).run(dropped_job):
-        assert counts[-1] == counts[0]
 
 
 # --- one process ---
