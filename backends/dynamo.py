@@ -96,7 +96,8 @@ def _model_for(
     if not parameters:
         return None
     root = _root_of(parameters)
-    model = ManagedModel(REGISTRY.next_number(), options, open_environment(group, options))
+    number = REGISTRY.next_number(dist.get_process_group_ranks(group))
+    model = ManagedModel(number, options, open_environment(group, options, number))
     start(model, _named(gm, parameters, root), root)
     REGISTRY.add(model, root)
     return model

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -36,15 +36,19 @@ def training_group(options: Options) -> dist.ProcessGroup | None:
     return group if group is not None and dist.get_world_size(group) > 1 else None
 
 
-def open_environment(group: dist.ProcessGroup, options: Options) -> Environment:
+def open_environment(group: dist.ProcessGroup, options: Options, number: int) -> Environment:
     """Groups of fxcomm's own over the ranks of ``group``: the order of collectives on them is
     fxcomm's to keep, whatever the user's program does on its groups."""
     ranks = dist.get_process_group_ranks(group)
     rank, world_size = dist.get_rank(group), len(ranks)
     fake = compat.group_backend(group, torch.device("cpu")) == "fake"
 
+    names = (f"fxcomm/{ranks}/{number}/{i}" for i in itertools.count())
+
     def open_group(backend: str) -> dist.ProcessGroup:
-        return group if fake else _new_group(ranks, backend, compat.group_timeout(group))
+        if fake:
+            return group
+        return compat.new_group(ranks, backend, next(names), compat.group_timeout(group))
 
     def connect(device: torch.device) -> Communicator:
         return communicator_for(open_group(compat.group_backend(group, device)), device)
@@ -62,12 +66,3 @@ def open_environment(group: dist.ProcessGroup, options: Options) -> Environment:
         connect=connect,
         connect_control=lambda: open_group("gloo"),
     )
-
-
-def _new_group(ranks: list[int], backend: str, timeout: timedelta) -> dist.ProcessGroup:
-    # Never destroyed before the process ends: the name of the next group depends on which names
-    # are in use, and ranks that collect a dropped model at different times would name it
-    # differently and wait for each other in vain.
-    group = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
-    return group

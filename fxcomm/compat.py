@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch._functorch.config as functorch_config
@@ -29,6 +29,7 @@ from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor.compile_fx import compile_fx as _compile_fx
 from torch._inductor.compile_fx import compile_fx_inner as _compile_fx_inner
 
+Wrapper = TypeVar("Wrapper", bound=torch.Tensor)
 InnerCompiler = Callable[..., Callable[..., Any]]
 
 # Inductor reorders nodes for memory and locality after we chose where collectives start; either
@@ -112,6 +113,14 @@ def fake_mode_of(values: Sequence[object]) -> Any:
     return detect_fake_mode(list(values))
 
 
+def wrapper_like(cls: type[Wrapper], tensor: torch.Tensor) -> Wrapper:
+    """A tensor subclass instance with the metadata of ``tensor`` and no elements."""
+    made: Wrapper = torch.Tensor._make_wrapper_subclass(
+        cls, tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+    return made
+
+
 def alias(flat: torch.Tensor) -> torch.Tensor:
     """The same memory as a tensor with a storage of its own, which begins at its first element."""
     own: torch.Tensor = torch.from_dlpack(flat)  # type: ignore[attr-defined]
@@ -186,7 +195,8 @@ class LateGuards:
 def past_dynamo(error: Exception) -> Exception:
     """The error as one of its own class that Dynamo lets through; others reach the user wrapped in
     ``BackendCompilerFailed``, and could not be caught by their class."""
-    kind = type(type(error).__name__, (ShortenTraceback, type(error)), {})
+    named = {"__module__": type(error).__module__}
+    kind = type(type(error).__name__, (ShortenTraceback, type(error)), named)
     passed: Exception = kind(*error.args, first_useful_frame=None)
     return passed
 
@@ -333,6 +343,27 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
     """The time after which the group's collectives fail."""
     timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
     return timeout
+
+
+def new_group(ranks: list[int], backend: str, name: str, timeout: timedelta) -> dist.ProcessGroup:
+    """A group that only its ``ranks`` open, under a name that is equal on them.
+
+    The name that ``dist.new_group`` would give it depends on how many groups a rank is in, which
+    ranks need not agree on; they would wait for each other in vain.
+    """
+    c10d = dist.distributed_c10d
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        ranks,
+        backend,
+        c10d._get_default_store(),
+        name,
+        timeout=timeout,
+        device_id=c10d._get_default_group().bound_device_id,
+    )
+    c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
+    return cast(dist.ProcessGroup, group)
 
 
 def all_gather_in_place(buffer: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Any:

@@ -8,6 +8,7 @@ one place in fxcomm that outlives a call. It holds nothing alive that the user h
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -35,13 +36,15 @@ class Registry:
         )
         self._adopted = WeakIdKeyDictionary()
         self._silent: list[nn.Module] = []
-        self._count = 0
+        self._counts: Counter[tuple[int, ...]] = Counter()
         self._hooked = False
 
-    def next_number(self) -> int:
-        """A number for a new managed model, the same on every rank that makes the same models."""
-        self._count += 1
-        return self._count
+    def next_number(self, ranks: Iterable[int]) -> int:
+        """A number for a new model on ``ranks``, the same on each of them if they make the same
+        models on these ranks, whatever they make on others."""
+        key = tuple(ranks)
+        self._counts[key] += 1
+        return self._counts[key]
 
     def add(self, model: ManagedModel, root: nn.Module | None) -> None:
         """Registers a model and its parameters; ``root`` keeps the model alive."""

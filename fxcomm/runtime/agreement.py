@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -74,9 +75,12 @@ class Agreement:
         return first_difference(topic, self.rank, text.split("\n"), theirs.split("\n"))
 
     def _collect(self, topic: str) -> str:
+        deadline = time.monotonic() + self.timeout_s
         for rank in range(1, self.world_size):
+            # One deadline for all ranks: the others wait for the verdict only twice that long.
+            left = max(0.01, deadline - time.monotonic()) / self.timeout_s
             try:
-                answer = self._get(f"{topic}/of/{rank}", topic, f"rank {rank}")
+                answer = self._get(f"{topic}/of/{rank}", topic, f"rank {rank}", patience=left)
             except RankMismatchError as error:
                 return str(error)
             if answer != _AGREED:
@@ -89,8 +93,9 @@ class Agreement:
             self.store.wait([key], timeout)
         # Which exception a store raises on a timeout depends on the store and on torch's version.
         except Exception as error:
+            waited = self.timeout_s * max(1.0, patience)
             raise RankMismatchError(
-                f"rank {self.rank} waited {timeout.total_seconds():.0f} s for {whom} to agree on "
+                f"rank {self.rank} waited {waited:.0f} s for {whom} to agree on "
                 f"{topic.rsplit('/', 1)[-1]}, in vain ({type(error).__name__}). That rank has "
                 "stopped, runs another program, or is slower: look at its output; "
                 'options={"start_timeout_s": ...} sets the deadline.'

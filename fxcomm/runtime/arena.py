@@ -35,6 +35,14 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in _LOW_PRECISION else dtype
 
 
+@dataclass(frozen=True)
+class WireDtypes:
+    """The dtypes in which gradients and parameters travel; None is the parameter's own."""
+
+    reduce: torch.dtype | None = None
+    gather: torch.dtype | None = None
+
+
 @dataclass
 class Reduction:
     """A bucket's reduction: in flight (``packed`` and ``launched``) or finished (``result``)."""
@@ -60,7 +68,7 @@ class Arena(ABC):
         plan: OverlapPlan,
         parameters: Sequence[ManagedParameter],
         communicator: Communicator,
-        wire_dtype: torch.dtype | None,
+        wire: WireDtypes,
         meter: StepMeter,
     ) -> None:
         by_name = {p.name: p for p in parameters}
@@ -68,12 +76,17 @@ class Arena(ABC):
         self.plan = plan
         self.parameters = [by_name[spec.name] for spec in plan.layout.parameters]
         self.communicator = communicator
-        self._wire_dtype = wire_dtype
+        self._wire = wire
         self._meter = meter
         self.next_bucket = 0
         self._reductions: list[Reduction] = []
         for slot, parameter in enumerate(self.parameters):
             parameter.arena, parameter.slot = self, slot
+        self._set_up()
+
+    @abstractmethod
+    def _set_up(self) -> None:
+        """What a kind of arena does on creation."""
 
     @property
     def bucket_count(self) -> int:
@@ -86,7 +99,7 @@ class Arena(ABC):
 
     def wire_dtype(self, bucket: int) -> torch.dtype:
         """The dtype in which a bucket's gradients travel."""
-        return self._wire_dtype or getattr(torch, self.plan.layout.buckets[bucket].dtype)
+        return self._wire.reduce or getattr(torch, self.plan.layout.buckets[bucket].dtype)
 
     def collective(self, bucket: int) -> Collective:
         """The reduction of a bucket."""
@@ -181,6 +194,9 @@ class Arena(ABC):
 class ReplicatedArena(Arena):
     """Buckets whose mean every rank gets whole."""
 
+    def _set_up(self) -> None:
+        """Nothing: parameters stay where they are."""
+
     def _collective(self, numel: int, dtype: torch.dtype) -> Collective:
         return self.communicator.all_reduce_mean(numel, dtype)
 
@@ -233,24 +249,14 @@ class ShardedArena(Arena):
     order, so that a bucket is a range of it and is gathered in place.
     """
 
-    def __init__(
-        self,
-        number: int,
-        plan: OverlapPlan,
-        parameters: Sequence[ManagedParameter],
-        communicator: Communicator,
-        wire_dtype: torch.dtype | None,
-        meter: StepMeter,
-        gather_dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(number, plan, parameters, communicator, wire_dtype, meter)
-        self._gather_dtype = gather_dtype
+    def _set_up(self) -> None:
         self.buckets = self._move_parameters()
         self.gradients: list[torch.Tensor | None] = [None] * self.bucket_count
         self._owned: dict[int, list[OwnedSegment]] = {p.index: [] for p in self.parameters}
         for bucket, elements in enumerate(self.buckets):
-            shard = elements.chunk(communicator.world_size)[communicator.rank]
-            for segment in plan.layout.shard_segments(bucket, communicator.rank):
+            rank = self.communicator.rank
+            shard = elements.chunk(self.communicator.world_size)[rank]
+            for segment in self.plan.layout.shard_segments(bucket, rank):
                 self._own(bucket, shard, segment)
         self._own_empty()
 
@@ -291,7 +297,7 @@ class ShardedArena(Arena):
 
     def gather_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which updated parameters of ``dtype`` travel."""
-        return self._gather_dtype or dtype
+        return self._wire.gather or dtype
 
     def owned(self, parameter: ManagedParameter) -> list[OwnedSegment]:
         """The parameter's elements that this rank owns."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from fxcomm import compat
 from fxcomm.errors import ShardedGradientError
 from fxcomm.runtime.parameters import ManagedParameter
 
@@ -63,10 +64,7 @@ class ShardedGradient(torch.Tensor):
     @staticmethod
     def __new__(cls, model: ManagedModel, managed: ManagedParameter) -> ShardedGradient:
         """A gradient for ``managed``, whose shards ``model`` keeps."""
-        p = managed.parameter
-        self = torch.Tensor._make_wrapper_subclass(
-            cls, p.shape, p.stride(), dtype=p.dtype, device=p.device
-        )
+        self = compat.wrapper_like(cls, managed.parameter)
         self.managed, self.model, self.reduced, self.unsynced = managed, model, False, None
         return self
 

@@ -31,7 +31,13 @@ from fxcomm.plan import (
     baseline_plan,
 )
 from fxcomm.runtime.agreement import Agreement
-from fxcomm.runtime.arena import Arena, ReplicatedArena, ShardedArena, accumulation_dtype
+from fxcomm.runtime.arena import (
+    Arena,
+    ReplicatedArena,
+    ShardedArena,
+    WireDtypes,
+    accumulation_dtype,
+)
 from fxcomm.runtime.backward_graph import BackwardGraph, CapturedBackward
 from fxcomm.runtime.backward_pass import BackwardPass, PresenceExchange
 from fxcomm.runtime.buffers import MutableBuffers
@@ -576,12 +582,14 @@ class ManagedModel:
         return BASELINE_IN_FLIGHT_BYTES if self.options.stage == "zero2" else None
 
     def _new_arena(self, plan: OverlapPlan, chosen: Sequence[ManagedParameter]) -> Arena:
-        communicator = self.environment.connect(chosen[0].parameter.device)
-        number, wire_dtype = len(self.arenas), self.options.reduce_dtype
-        if not self.sharded:
-            return ReplicatedArena(number, plan, chosen, communicator, wire_dtype, self.meter)
-        return ShardedArena(
-            number, plan, chosen, communicator, wire_dtype, self.meter, self.options.gather_dtype
+        kind = ShardedArena if self.sharded else ReplicatedArena
+        return kind(
+            len(self.arenas),
+            plan,
+            chosen,
+            self.environment.connect(chosen[0].parameter.device),
+            WireDtypes(self.options.reduce_dtype, self.options.gather_dtype),
+            self.meter,
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -124,17 +123,27 @@ class ManagedParameter:
         return self.parameter.detach().permute(self.order).is_contiguous()
 
 
-def overlapping(parameters: Sequence[ManagedParameter]) -> tuple[str, str] | None:
-    """The names of two dense parameters that share memory, or None.
+def overlapping(
+    trained: Sequence[tuple[str, torch.Tensor]], others: Sequence[tuple[str, torch.Tensor]] = ()
+) -> tuple[str, str] | None:
+    """The names of two dense tensors that share memory, at least one of them trained, or None.
 
     Strided views that interleave are left out: their ranges overlap, their elements need not.
     """
     spans = sorted(
-        (p.parameter.data_ptr(), p.parameter.numel() * p.parameter.itemsize, p.name)
-        for p in parameters
-        if p.parameter.numel() and p.is_dense
+        (t.data_ptr(), t.data_ptr() + t.numel() * t.itemsize, not is_trained, name)
+        for is_trained, named in ((True, trained), (False, others))
+        for name, t in named
+        if t.numel() and t.layout is torch.strided and not t.is_meta and _is_dense(t)
     )
-    for (start, nbytes, first), (following, _, second) in itertools.pairwise(spans):
-        if following < start + nbytes:
-            return first, second
+    ends = {True: (0, ""), False: (0, "")}  # of the furthest tensor so far, by "is not trained"
+    for start, end, fixed, name in spans:
+        reached, neighbour = ends[False] if fixed else max(ends.values())
+        if start < reached:
+            return neighbour, name
+        ends[fixed] = max(ends[fixed], (end, name))
     return None
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.detach().permute(memory_order(tensor)).is_contiguous()

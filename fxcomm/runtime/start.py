@@ -23,17 +23,17 @@ def start(
         UnsupportedModelError: a parameter is of a kind that cannot be sharded.
     """
     check_parameters(named)
-    added = model.add_parameters(named)
-    shared = overlapping(added)
-    if shared is not None:
-        raise UnsupportedModelError(
-            f"parameters {shared[0]!r} and {shared[1]!r} share memory. Tie them by assigning the "
-            "same nn.Parameter, or give each its own tensor."
-        )
+    model.add_parameters(named)
     frozen = (
         [] if root is None else [(n, p) for n, p in root.named_parameters() if not p.requires_grad]
     )
     buffers = [] if root is None else list(root.named_buffers())
+    shared = overlapping(named, [*frozen, *buffers] if model.sharded else ())
+    if shared is not None:
+        raise UnsupportedModelError(
+            f"{shared[0]!r} and {shared[1]!r} share memory. Tie parameters by assigning the "
+            "same nn.Parameter, or give each its own tensor."
+        )
     if root is not None:
         model.buffers.watch(root)
     lines = [f"options {model.options.describe()}"]
