@@ -358,7 +358,7 @@ def new_group(ranks: list[int], backend: str, name: str, timeout: timedelta) -> 
         ranks,
         backend,
         c10d._get_default_store(),
-        name,
+        cast(Any, name),  # a NewType of str in newer releases
         timeout=timeout,
         device_id=c10d._get_default_group().bound_device_id,
     )
