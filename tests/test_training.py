@@ -22,8 +22,8 @@ BUCKETS = {
 STAGES = ("zero2", "zero1", "ddp")
 
 
-# Every pair of stage, model and bucket size at 2 ranks; a part of that at 3 and 4, which are slow on
-# two cores.
+# Every pair of stage, model and bucket size at 2 ranks; a part of that at 3 and 4, which are slow
+# on two cores.
 COMBINATIONS = [
     (world_size, stage, case, bucket)
     for world_size in (2, 3, 4)
