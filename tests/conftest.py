@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -23,9 +24,29 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
         pool.stop()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked ``gpu`` wait for a machine that has one."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--thorough",
+        action="store_true",
+        help="every case of the tests on real ranks, not every third",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skips tests marked ``gpu`` on a machine without one, and, for time, two of three cases of
+    each parametrised test on real ranks, unless ``--thorough``."""
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if config.getoption("--thorough") or any("::" in argument for argument in config.args):
+        return
+    seen: Counter[str] = Counter()
+    kept, dropped = [], []
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        on_ranks = "ranks" in getattr(item, "fixturenames", ())
+        (dropped if on_ranks and seen[function] % 3 else kept).append(item)
+        seen[function] += 1
+    items[:] = kept
+    config.hook.pytest_deselected(items=dropped)

@@ -201,8 +201,7 @@ def train_scaled(site: Site, name: str, unscale: bool, overflows: list[int]) -> 
 
 
 # Torch's fused SGD starts from uninitialised momentum if its first step overflows.
-@SHARDED_OR_NOT
-@pytest.mark.parametrize("unscale", [False, True], ids=["", "unscaled"])
+@pytest.mark.parametrize(("unscale", "stage"), [(False, "zero2"), (True, "zero2"), (True, "ddp")])
 @pytest.mark.parametrize(
     ("name", "overflows"), [("AdamW", [0, 3]), ("AdamW fused", [0, 3]), ("SGD fused", [2, 3])]
 )
@@ -490,8 +489,11 @@ def full_gradients(site: Site, case: str) -> list[dict[str, Tensor | None]]:
     return seen
 
 
-@SHARDED_OR_NOT
-@pytest.mark.parametrize("case", ["mlp", "gpt", "strided", "partly_used", "broken"])
+@pytest.mark.parametrize(
+    ("case", "stage"),
+    [(case, "zero2") for case in ("mlp", "gpt", "strided", "partly_used", "broken")]
+    + [("strided", "ddp"), ("broken", "ddp")],
+)
 def test_full_gradients(ranks: Pools, case: str, stage: str) -> None:
     assert_like_one_process(ranks(2), full_gradients, case, stage=stage, bucket_mb=0.0005)
 
@@ -618,9 +620,10 @@ def survive_failure(site: Site, place: str, steps: frozenset[int]) -> dict[str, 
     return {"failed": failed, **snapshot(model, optimizer)}
 
 
-@SHARDED_OR_NOT
 @pytest.mark.parametrize("place", ["front", "between", "behind"])
-@pytest.mark.parametrize("steps", [{2}, {0, 3, 4}], ids=["once", "often"])
+@pytest.mark.parametrize(
+    ("steps", "stage"), [({2}, "zero2"), ({0, 3, 4}, "zero2"), ({0, 3, 4}, "ddp")]
+)
 def test_failing_backward(ranks: Pools, steps: set[int], place: str, stage: str) -> None:
     assert_like_one_process(ranks(2), survive_failure, place, frozenset(steps), stage=stage)
 
