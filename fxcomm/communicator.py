@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 
 Value = TypeVar("Value")
 
@@ -58,6 +57,13 @@ def call_eagerly(step: OperatorCall, value: torch.Tensor) -> torch.Tensor:
     return result
 
 
+class Waitable(Protocol):
+    """Communication that was started."""
+
+    def wait(self) -> object:
+        """Waits for it."""
+
+
 class Communicator(Protocol):
     """Collectives among the ranks of one process group on one kind of device."""
 
@@ -77,8 +83,9 @@ class Communicator(Protocol):
     def all_reduce_mean(self, numel: int, dtype: torch.dtype) -> Collective:
         """The mean over ranks of a buffer of ``numel`` elements, whole on every rank."""
 
-    def all_gather(self, buffer: torch.Tensor) -> dist.Work:
-        """Starts to fill the flat ``buffer`` with every rank's slice of it, in place."""
+    def all_gather(self, buffer: torch.Tensor, tag: int) -> Waitable:
+        """Starts to fill the flat ``buffer`` with every rank's slice of it, in place. Gathers that
+        are in flight together have tags of their own."""
 
     def all_gather_bytes(self, nbytes: int) -> float:
         """Bytes that one rank sends when a buffer of ``nbytes`` is gathered."""

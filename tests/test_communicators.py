@@ -202,7 +202,7 @@ def gather_job(rank: int, world_size: int, numel: int, dtype: torch.dtype) -> tu
     shard = buffer.chunk(world_size)[rank]
     shard.copy_(spread(world_size, numel, dtype)[0].chunk(world_size)[rank])
     address = buffer.data_ptr()
-    world().all_gather(buffer).wait()
+    world().all_gather(buffer, 0).wait()
     return buffer.clone(), buffer.data_ptr() == address
 
 
@@ -224,7 +224,7 @@ def several_gathers_job(rank: int, world_size: int) -> bool:
     parts = [torch.from_dlpack(part) for part in memory.chunk(6)]
     for number, part in enumerate(parts):
         part.chunk(world_size)[rank].fill_(10 * number + rank)
-    works = [world().all_gather(part) for part in parts]
+    works = [world().all_gather(part, tag) for tag, part in enumerate(parts)]
     for work in works:
         work.wait()
     expected = [10 * n + r for n in range(6) for r in range(world_size) for _ in range(1024)]
@@ -314,7 +314,7 @@ def wire_job(rank: int, world_size: int, method: str, numel: int) -> tuple[int, 
     communicator, buffer = world(), torch.ones(numel)
     if method == "all_gather":
         nbytes = communicator.all_gather_bytes(numel * buffer.itemsize)
-        return measured(lambda: communicator.all_gather(buffer).wait()), nbytes
+        return measured(lambda: communicator.all_gather(buffer, 0).wait()), nbytes
     collective = getattr(communicator, method)(numel, buffer.dtype)
     return measured(partial(run_collective, collective, buffer)), collective.sent_bytes
 

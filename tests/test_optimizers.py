@@ -7,6 +7,7 @@ and in one process in plain torch on the concatenated batch, and leaves the same
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -747,6 +748,31 @@ def test_state_is_cut_evenly(ranks: Pools, world_size: int, bucket_mb: float | N
         assert abs(count - moments / world_size) <= 2 * 4 * 64 * len(numels) + steps
         assert count < 1.05 * moments / world_size
         assert held == 0
+
+
+def copy_optimizer(site: Site) -> tuple[dict[str, Any], list[Any]]:
+    """The state of a trained optimizer, and for each way of copying the object, the state of the
+    copy or why there is none."""
+    _, compiled = site.model()
+    optimizer = torch.optim.AdamW(compiled.parameters(), lr=0.01)
+    _steps(site, compiled, optimizer, range(2), plain=False)
+    copies: list[Any] = []
+    for way in (copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))):
+        try:
+            copies.append(way(optimizer).state_dict())
+        except fxcomm.FxcommError as error:
+            copies.append(str(error))
+    return optimizer.state_dict(), copies
+
+
+@pytest.mark.parametrize("stage", ["zero2", "ddp"])
+def test_copied_optimizer_keeps_its_state_or_is_refused(ranks: Pools, stage: str) -> None:
+    for state, copies in ranks(2).run(run_script, copy_optimizer, {"stage": stage}, ()):
+        for copied in copies:
+            if isinstance(copied, str):
+                assert "state_dict" in copied
+            else:
+                assert_alike(copied, state, 0.0)
 
 
 # --- what else users do with an optimizer --------------------------------------------------------

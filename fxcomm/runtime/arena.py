@@ -13,10 +13,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from fxcomm import compat
-from fxcomm.communicator import Collective, Communicator, apply_calls, call_eagerly
+from fxcomm.communicator import Collective, Communicator, Waitable, apply_calls, call_eagerly
 from fxcomm.layout import Segment
 from fxcomm.passes.reduce import BucketTask, Piece
 from fxcomm.passes.stamp import BucketKey
@@ -358,11 +357,11 @@ class ShardedArena(Arena):
                 self.buckets[bucket].copy_(buffer)
         self._meter.waited(time.perf_counter() - start)
 
-    def _start_gather(self, bucket: int) -> tuple[int, torch.Tensor, dist.Work]:
+    def _start_gather(self, bucket: int) -> tuple[int, torch.Tensor, Waitable]:
         buffer = self.buckets[bucket]
         buffer = buffer.to(self.gather_dtype(buffer.dtype))
         self._meter.sent(self.communicator.all_gather_bytes(buffer.numel() * buffer.itemsize))
-        return bucket, buffer, self.communicator.all_gather(buffer)
+        return bucket, buffer, self.communicator.all_gather(buffer, bucket)
 
     def gather_whole(
         self, parameter: ManagedParameter, pieces: Sequence[torch.Tensor], dtype: torch.dtype
