@@ -58,7 +58,7 @@ def _compile(
     if group is None:
         return compat.compile_fx(gm, example_inputs, config=parsed.inductor_config())
     compat.guard_identity(gm, parameters)
-    model = _model_for(gm, list(parameters.values()), parsed, group)
+    model = _model_for(gm, example_inputs, list(parameters.values()), parsed, group)
 
     def compile_post_aot(
         graph: torch.fx.GraphModule, inputs: Sequence[object], **kwargs: Any
@@ -76,6 +76,7 @@ def _compile(
 
 def _model_for(
     gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
     parameters: Sequence[nn.Parameter],
     options: Options,
     group: dist.ProcessGroup,
@@ -98,7 +99,12 @@ def _model_for(
     root = _root_of(parameters)
     number = REGISTRY.next_number(dist.get_process_group_ranks(group))
     model = ManagedModel(number, options, open_environment(group, options, number))
-    start(model, _named(gm, parameters, root), root)
+    # Something trained has run before the first graph, on this rank's own values.
+    eager_before = any(
+        isinstance(v, torch.Tensor) and v.requires_grad and not isinstance(v, nn.Parameter)
+        for v in example_inputs
+    )
+    start(model, _named(gm, parameters, root), root, parameters if eager_before else None)
     REGISTRY.add(model, root)
     return model
 

@@ -438,11 +438,6 @@ def train_eager_first(site: Site, whole: bool) -> dict[str, Any] | str:
     return {"losses": losses, **result}
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="parameters become equal when the first graph is compiled; the part before it has run "
-    "by then: on other ranks than 0 its first forward used their own values",
-)
 @pytest.mark.parametrize("whole", [True, False])
 def test_eager_part_before_the_first_graph_is_right_or_refused(ranks: Pools, whole: bool) -> None:
     expected = train_eager_first(Site(2), whole)

@@ -765,12 +765,7 @@ def copy_optimizer(site: Site) -> tuple[dict[str, Any], list[Any]]:
     return optimizer.state_dict(), copies
 
 
-COPY_IS_EMPTY = pytest.mark.xfail(
-    strict=True, reason="a copy of a sharded optimizer holds no state: its shards stay behind"
-)
-
-
-@pytest.mark.parametrize("stage", [pytest.param("zero2", marks=COPY_IS_EMPTY), "ddp"])
+@pytest.mark.parametrize("stage", ["zero2", "ddp"])
 def test_copied_optimizer_keeps_its_state_or_is_refused(ranks: Pools, stage: str) -> None:
     for state, copies in ranks(2).run(run_script, copy_optimizer, {"stage": stage}, ()):
         for copied in copies:

@@ -9,6 +9,7 @@ ones). The twin holds the state, 1/N of it on each rank.
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxcomm.errors import FxcommError
 from fxcomm.runtime.arena import OwnedSegment, ShardedArena, accumulation_dtype
 from fxcomm.runtime.gradient import ShardedGradient
 from fxcomm.runtime.model import ManagedModel
@@ -72,6 +74,18 @@ def _shards(model: ManagedModel, p: ManagedParameter) -> list[ShardParameter]:
     ]
 
 
+class MovedState(defaultdict[Any, dict[str, Any]]):
+    """The ``state`` of an adopted optimizer: empty, and says so where that could pass unseen."""
+
+    def _refuse(self, *args: object) -> Any:
+        raise FxcommError(
+            "the optimizer's state is sharded over the ranks. Call optimizer.state_dict() on every "
+            "rank for the whole state."
+        )
+
+    __missing__ = __deepcopy__ = __reduce_ex__ = __copy__ = _refuse
+
+
 class AdoptedOptimizer:
     """The sharded side of one user optimizer. Holds no reference to it."""
 
@@ -99,6 +113,7 @@ class AdoptedOptimizer:
         if previous is not None:
             self.twin.state.update(previous.twin.state)
         self._take_state(optimizer.param_groups, optimizer.state)
+        optimizer.state = MovedState()
 
     def _tensors(self, parameter: nn.Parameter) -> list[torch.Tensor]:
         shards = self._shards.get(id(parameter))
@@ -212,7 +227,7 @@ class AdoptedOptimizer:
                 optimizer.state[parameter] = dict(incoming["state"][i])
         self.twin.state.clear()
         self._take_state(optimizer.param_groups, optimizer.state)
-        optimizer.state.clear()
+        optimizer.state = MovedState()
 
     def full_state(self, optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
         """The state of every parameter as an unsharded optimizer would hold it, by position.

@@ -86,6 +86,9 @@ def _run(
     shape = (-1,) if flat else _SHAPE
     tensor = elements[start:end].to(device, copy=True).view(shape)
     copied = twin(optimizer)
+    for name, value in copied.__dict__.items():
+        if name not in ("param_groups", "state") and not name.startswith("_optimizer_"):
+            copied.__dict__[name] = copy.deepcopy(value)
     hyperparameters = {k: copy.deepcopy(v) for k, v in group.items() if k != "params"}
     copied.param_groups = [{**hyperparameters, "params": [tensor], **_visible_rate(group)}]
     for _ in range(_STEPS):

@@ -13,10 +13,16 @@ from fxcomm.runtime.parameters import ManagedParameter, overlapping
 
 
 def start(
-    model: ManagedModel, named: Sequence[tuple[str, nn.Parameter]], root: nn.Module | None
+    model: ManagedModel,
+    named: Sequence[tuple[str, nn.Parameter]],
+    root: nn.Module | None,
+    not_yet_used: Sequence[nn.Parameter] | None = None,
 ) -> None:
     """Takes charge of ``named``, compares model and options over the ranks, and gives every rank
     rank 0's parameters and buffers.
+
+    ``not_yet_used`` are the first graph's parameters if something trained ran before that graph, on
+    this rank's own values: all others must then have been equal on all ranks.
 
     Raises:
         RankMismatchError: names the first difference, or the rank that did not come.
@@ -41,6 +47,11 @@ def start(
     lines += [describe(name, b, "buffer") for name, b in buffers]
     model.environment.agreement.require_equal(model.topic("the model and options"), lines)
     model.connect()  # not earlier: it waits for every rank, with no word about who is missing
+    if not_yet_used is not None:
+        unused = {id(p) for p in not_yet_used}
+        used = [p for p in model.parameters if id(p.parameter) not in unused]
+        if used:
+            require_equal_values(model, used)
     with torch.no_grad():
         for tensor in [p.detach() for _, p in [*named, *frozen]] + [b for _, b in buffers]:
             broadcast(model, tensor)

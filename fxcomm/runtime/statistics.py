@@ -32,5 +32,7 @@ class StepMeter:
 
     def close_step(self) -> None:
         """Ends the running step."""
+        if not (self._exposed_s or self._wire_bytes):
+            return  # a step within a step (super().step()) has closed it already
         self.last = StepStats(self._exposed_s, self._wire_bytes)
         self._exposed_s = self._wire_bytes = 0.0
