@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
+import torch
 import torch.fx
 
 
@@ -32,3 +34,22 @@ def production_order(graph: torch.fx.Graph, positions: Iterable[int]) -> list[in
         return -1 if value is None else place[value]
 
     return sorted(positions, key=produced)
+
+
+def leaves_behind(values: Iterable[object]) -> set[int]:
+    """The ``id`` of each leaf tensor from which autograd has already computed one of ``values``."""
+    pending: list[Any] = [
+        value.grad_fn
+        for value in values
+        if isinstance(value, torch.Tensor) and value.grad_fn is not None
+    ]
+    seen, leaves = set(pending), set()
+    while pending:
+        node = pending.pop()
+        if hasattr(node, "variable"):
+            leaves.add(id(node.variable))
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                pending.append(following)
+    return leaves

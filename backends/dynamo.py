@@ -10,7 +10,7 @@ import torch.fx
 from torch import nn
 
 from fxcomm import compat
-from fxcomm.analysis.gradients import output_node, production_order
+from fxcomm.analysis.gradients import leaves_behind, output_node, production_order
 from fxcomm.backends.groups import open_environment, training_group
 from fxcomm.backends.lowering import backward_lowering, compile_graph
 from fxcomm.errors import FxcommError, OptionsError
@@ -99,12 +99,7 @@ def _model_for(
     root = _root_of(parameters)
     number = REGISTRY.next_number(dist.get_process_group_ranks(group))
     model = ManagedModel(number, options, open_environment(group, options, number))
-    # Something trained has run before the first graph, on this rank's own values.
-    eager_before = any(
-        isinstance(v, torch.Tensor) and v.requires_grad and not isinstance(v, nn.Parameter)
-        for v in example_inputs
-    )
-    start(model, _named(gm, parameters, root), root, parameters if eager_before else None)
+    start(model, _named(gm, parameters, root), root, leaves_behind(example_inputs))
     REGISTRY.add(model, root)
     return model
 

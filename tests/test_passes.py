@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fxcomm.analysis.gradients import output_node, output_values, production_order
+from fxcomm.analysis.gradients import leaves_behind, output_node, output_values, production_order
 from fxcomm.communicator import Collective, OperatorCall, apply_calls, call_eagerly
 from fxcomm.errors import FxcommError
 from fxcomm.passes.pipeline import GraphPass, PassRecord, check_order, run_passes
@@ -621,3 +621,10 @@ def test_what_is_not_produced_comes_first() -> None:
     # Position 1 is None, position 3 an input, position 0 the last thing computed.
     assert production_order(case.gm.graph, [0, 1, 2, 3]) == [1, 3, 2, 0]
     assert production_order(case.gm.graph, []) == []
+
+
+def test_leaves_behind_are_those_that_autograd_used() -> None:
+    used, other = (torch.ones(2, requires_grad=True) for _ in range(2))
+    twice = used * 3
+    behind = leaves_behind([twice + twice.sin(), other, torch.ones(2), 7])
+    assert behind == {id(used)}  # a leaf that is itself an input was not computed with

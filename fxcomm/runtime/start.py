@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
@@ -16,13 +16,13 @@ def start(
     model: ManagedModel,
     named: Sequence[tuple[str, nn.Parameter]],
     root: nn.Module | None,
-    not_yet_used: Sequence[nn.Parameter] | None = None,
+    used: Collection[int] = (),
 ) -> None:
     """Takes charge of ``named``, compares model and options over the ranks, and gives every rank
     rank 0's parameters and buffers.
 
-    ``not_yet_used`` are the first graph's parameters if something trained ran before that graph, on
-    this rank's own values: all others must then have been equal on all ranks.
+    ``used`` are the parameters (by ``id``) with which something ran before the first graph, on this
+    rank's own values: these must have been equal on all ranks.
 
     Raises:
         RankMismatchError: names the first difference, or the rank that did not come.
@@ -45,13 +45,12 @@ def start(
     lines = [f"options {model.options.describe()}"]
     lines += [describe(name, p) for name, p in [*named, *frozen]]
     lines += [describe(name, b, "buffer") for name, b in buffers]
+    early = [p for p in model.parameters if id(p.parameter) in used]
+    lines += [f"parameter {p.name!r} in use before the first compiled graph" for p in early]
     model.environment.agreement.require_equal(model.topic("the model and options"), lines)
     model.connect()  # not earlier: it waits for every rank, with no word about who is missing
-    if not_yet_used is not None:
-        unused = {id(p) for p in not_yet_used}
-        used = [p for p in model.parameters if id(p.parameter) not in unused]
-        if used:
-            require_equal_values(model, used)
+    if early:
+        require_equal_values(model, early)
     with torch.no_grad():
         for tensor in [p.detach() for _, p in [*named, *frozen]] + [b for _, b in buffers]:
             broadcast(model, tensor)
@@ -134,6 +133,7 @@ def require_equal_values(model: ManagedModel, added: Sequence[ManagedParameter])
     for p, flag in zip(added, differs.tolist(), strict=True):
         if flag:
             raise RankMismatchError(
-                f"parameter {p.name!r} joined training after the start and differs between the "
-                "ranks. Seed every rank alike, or compile the module that contains it."
+                f"parameter {p.name!r} was in use before fxcomm made the ranks' parameters equal, "
+                "and differs between them. Seed every rank alike, or compile the module that "
+                "contains it."
             )
