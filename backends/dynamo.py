@@ -15,6 +15,8 @@ from fxcomm.backends.groups import open_environment, training_group
 from fxcomm.backends.lowering import backward_lowering, compile_graph
 from fxcomm.errors import FxcommError, OptionsError
 from fxcomm.options import Options
+from fxcomm.passes.gather import GATHER_PASSES, GatherContext, use_order
+from fxcomm.passes.pipeline import run_passes
 from fxcomm.registry import REGISTRY
 from fxcomm.runtime.backward_graph import CapturedBackward
 from fxcomm.runtime.model import ManagedModel
@@ -57,6 +59,7 @@ def _compile(
     }
     if group is None:
         return compat.compile_fx(gm, example_inputs, config=parsed.inductor_config())
+    REGISTRY.graph_with_waits()
     compat.guard_identity(gm, parameters)
     model = _model_for(gm, example_inputs, list(parameters.values()), parsed, group)
 
@@ -67,11 +70,39 @@ def _compile(
             lower = backward_lowering(graph, inputs, parsed, **kwargs)
             gradients = _gradients(graph, parameters, model)
             return compat.boxed(model.add_graph(CapturedBackward(graph, gradients, lower)))
-        return compile_graph(graph, inputs, parsed, **kwargs)
+        if kwargs.get("is_backward"):
+            return compile_graph(graph, inputs, parsed, **kwargs)
+        return _forward(graph, inputs, example_inputs, parsed, model, **kwargs)
 
     return compat.compile_fx(
         gm, example_inputs, config=parsed.inductor_config(), inner_compile=compile_post_aot
     )
+
+
+def _forward(
+    graph: torch.fx.GraphModule,
+    inputs: Sequence[object],
+    example_inputs: Sequence[Any],
+    options: Options,
+    model: ManagedModel | None,
+    **inductor_arguments: Any,
+) -> Callable[..., Any]:
+    """A forward or inference graph, which waits for each parameter at its first use: trained or
+    frozen now, another graph may have it updated."""
+    parameters = {
+        position: example_inputs[index]
+        for position, index in compat.plain_inputs(graph).items()
+        if isinstance(example_inputs[index], nn.Parameter)
+    }
+    positions = frozenset(parameters)
+    order = [REGISTRY.find(parameters[i]) for i in use_order(graph, positions)]
+    uses = [found[1].index for found in order if found is not None and found[0] is model]
+    if options.stage != "ddp" and options.commshift:
+        graph = run_passes(GATHER_PASSES, graph, GatherContext(positions))
+    run = compile_graph(graph, inputs, options, **inductor_arguments)
+    if model is None:
+        return run
+    return compat.boxed(model.observing_uses(uses, run))
 
 
 def _model_for(
@@ -98,7 +129,8 @@ def _model_for(
         return None
     root = _root_of(parameters)
     number = REGISTRY.next_number(dist.get_process_group_ranks(group))
-    model = ManagedModel(number, options, open_environment(group, options, number))
+    environment = open_environment(group, options, number, REGISTRY.in_flight)
+    model = ManagedModel(number, options, environment)
     start(model, _named(gm, parameters, root), root, leaves_behind(example_inputs))
     REGISTRY.add(model, root)
     return model

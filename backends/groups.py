@@ -14,6 +14,7 @@ from fxcomm.communicator import Communicator
 from fxcomm.errors import FxcommError
 from fxcomm.options import Options
 from fxcomm.runtime.agreement import Agreement
+from fxcomm.runtime.in_flight import InFlightParameters
 from fxcomm.runtime.model import Environment
 
 
@@ -36,7 +37,9 @@ def training_group(options: Options) -> dist.ProcessGroup | None:
     return group if group is not None and dist.get_world_size(group) > 1 else None
 
 
-def open_environment(group: dist.ProcessGroup, options: Options, number: int) -> Environment:
+def open_environment(
+    group: dist.ProcessGroup, options: Options, number: int, in_flight: InFlightParameters
+) -> Environment:
     """Groups of fxcomm's own over the ranks of ``group``: the order of collectives on them is
     fxcomm's to keep, whatever the user's program does on its groups."""
     ranks = dist.get_process_group_ranks(group)
@@ -65,4 +68,5 @@ def open_environment(group: dist.ProcessGroup, options: Options, number: int) ->
         world_size=world_size,
         connect=connect,
         connect_control=lambda: open_group("gloo"),
+        in_flight=in_flight,
     )

@@ -19,10 +19,11 @@ def compile_graph(
     options: Options,
     **inductor_arguments: Any,
 ) -> Callable[..., Any]:
-    """Compiles a graph without collectives, now, in the running compilation."""
+    """Compiles a graph that starts no collectives, now, in the running compilation."""
     if options.lowering == "eager":
         return compat.boxed(interpret(gm))
-    return compat.compile_inner(gm, example_inputs, **inductor_arguments)
+    config = {**options.inductor_config(), **compat.KEEP_LAUNCH_ORDER}
+    return compat.compile_inner(gm, example_inputs, config=config, **inductor_arguments)
 
 
 def backward_lowering(

@@ -30,12 +30,15 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
 
 def synchronize(module: nn.Module) -> None:
-    """Waits until no communication of ``module`` is in flight and its gradients are final.
+    """Waits until no communication of ``module`` is in flight, its gradients are final and its
+    parameters have their new values.
 
-    Needed only for references that fxcomm cannot see, and before timing by hand.
+    Needed only before reading parameters through references that were taken from the module before
+    the last ``optimizer.step()``, and before timing by hand.
     """
     for model in _models(module):
         model.settle()
+        model.finish_gathers()
 
 
 def full_grad(parameter: nn.Parameter) -> torch.Tensor | None:

@@ -6,6 +6,8 @@ this is the only file to change.
 
 from __future__ import annotations
 
+import dis
+import functools
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,7 +21,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives  # registers the _c10d_functional operators
 import torch.fx
 from torch import nn
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, _register_work
+from torch._C._distributed_c10d import Work as Work
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import ShortenTraceback
 from torch._dynamo.guards import GuardBuilder, install_guard
@@ -28,6 +31,7 @@ from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTIn
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor.compile_fx import compile_fx as _compile_fx
 from torch._inductor.compile_fx import compile_fx_inner as _compile_fx_inner
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 Wrapper = TypeVar("Wrapper", bound=torch.Tensor)
 InnerCompiler = Callable[..., Callable[..., Any]]
@@ -219,6 +223,22 @@ def gradient_inputs(output: torch.fx.Node) -> dict[int, int]:
     }
 
 
+def plain_inputs(gm: torch.fx.GraphModule) -> dict[int, int]:
+    """Which placeholders of a post-AOT graph are which inputs of Dynamo's graph, by position."""
+    placeholders = (node for node in gm.graph.nodes if node.op == "placeholder")
+    descriptors = (node.meta.get("desc") for node in placeholders)
+    return {i: d.idx for i, d in enumerate(descriptors) if isinstance(d, PlainAOTInput)}
+
+
+def is_view(node: torch.fx.Node) -> bool:
+    """Whether a node only looks at its input's memory in another way, and never copies."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or not target.is_view:
+        return False
+    # reshape, contiguous and their like are views or copies, as it comes.
+    return not target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
 def guard_identity(gm: torch.fx.GraphModule, inputs: Collection[int]) -> None:
     """Binds the graph that is being compiled to the very objects that it got as ``inputs``.
 
@@ -281,6 +301,17 @@ def post_accumulate_hooks(parameter: torch.Tensor) -> int:
     return len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
 
 
+def step_pre_hooks(optimizer: torch.optim.Optimizer) -> int:
+    """How many hooks run before a step of the optimizer, its own and those of all optimizers."""
+    return len(_global_optimizer_pre_hooks) + len(optimizer._optimizer_step_pre_hooks)
+
+
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Runs the class's ``step`` itself."""
+    step = type(optimizer).step
+    getattr(step, "__wrapped__", step)(optimizer)
+
+
 def first_step_post_hook(
     optimizer: torch.optim.Optimizer, hook: Callable[[torch.optim.Optimizer, Any, Any], None]
 ) -> None:
@@ -310,6 +341,95 @@ def accumulates(node: Any) -> bool:
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Runs ``callback`` when the running ``backward()`` has computed every gradient."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+# --- reads of parameters --------------------------------------------------------------------
+
+
+def register_wait(tensor: torch.Tensor, work: Work) -> None:
+    """Lets the next ``wait_tensor`` on ``tensor``, here or in a compiled graph, wait for ``work``.
+
+    ``work`` may be a Python object; c10d keeps only its C++ half, so keep it alive until then.
+    """
+    _register_work(tensor, work)
+
+
+def wait_in_place(tensor: torch.Tensor) -> None:
+    """Waits for all works that are registered for ``tensor``, and forgets them."""
+    torch.ops._c10d_functional.wait_tensor.default(tensor)
+
+
+def hands_out_parameters(module: nn.Module) -> bool:
+    """Whether the module's parameters are read through the methods of ``nn.Module``."""
+    return not isinstance(module, torch.jit.ScriptModule) and type(module._parameters) is dict
+
+
+def watch_parameter_reads(before_read: Callable[[object], None]) -> None:
+    """Calls ``before_read`` with each value that a module is about to hand out: on attribute access
+    and for ``parameters()``, state dicts, conversions and copies. For the life of the process.
+
+    ``nn.Module`` has no hook for this. Dynamo, which knows ``nn.Module.__getattr__`` by identity
+    and models it without running it, is told of the new one; what it compiles is not watched.
+    """
+    get, members = nn.Module.__getattr__, nn.Module._named_members
+
+    @functools.wraps(get)
+    def __getattr__(self: nn.Module, name: str) -> Any:
+        value = get(self, name)
+        before_read(value)
+        return value
+
+    @functools.wraps(members)
+    def _named_members(self: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        for name, member in members(self, *args, **kwargs):
+            if not torch.compiler.is_compiling():
+                before_read(member)
+            yield name, member
+
+    def reading_own(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                for parameter in self._parameters.values():
+                    before_read(parameter)
+            return method(self, *args, **kwargs)
+
+        return wrapper
+
+    nn.Module.__getattr__ = __getattr__  # type: ignore[method-assign]
+    nn.Module._named_members = _named_members  # type: ignore[method-assign]
+    for name in ("_save_to_state_dict", "_load_from_state_dict", "_apply", "__reduce_ex__"):
+        setattr(nn.Module, name, reading_own(getattr(nn.Module, name)))
+    for module in (torch._dynamo.utils, torch._dynamo.variables.user_defined):
+        if getattr(module, "unpatched_nn_module_getattr", None) is get:
+            setattr(module, "unpatched_nn_module_getattr", __getattr__)  # noqa: B010
+
+
+def watch_compiled_frames(compiled: Callable[[str, bool, bool], None]) -> None:
+    """Calls ``compiled`` after each frame that Dynamo compiled, for any backend, with the frame's
+    name, whether it gives parameters of modules to something else than its graph, and whether it
+    uses any."""
+
+    def hook(code: Any, new_code: Any) -> None:
+        uses = "_parameters" in new_code.co_names
+        compiled(code.co_qualname, _passes_parameters_on(new_code), uses)
+
+    torch._dynamo.convert_frame.register_bytecode_hook(hook)
+
+
+def _passes_parameters_on(code: Any) -> bool:
+    """Whether Dynamo's bytecode loads a module's parameters elsewhere than among the arguments of
+    the compiled graph, which it pushes, followed by its arguments, before it calls it."""
+    depth, called = 0, None
+    for instruction in dis.get_instructions(code):
+        if called is None and "__compiled_fn" in str(instruction.argval):
+            called = depth + 1  # the stack's depth when the call has left its result there
+        elif instruction.argval == "_parameters" and called is None:
+            return True
+        depth += dis.stack_effect(instruction.opcode, instruction.arg, jump=False)
+        if instruction.opname.startswith("CALL") and depth == called:
+            called = None
+    return False
 
 
 # --- process groups -------------------------------------------------------------------------

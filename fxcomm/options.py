@@ -71,6 +71,12 @@ def _positive(value: object) -> float:
     return number
 
 
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise _RefusedError
+    return value
+
+
 def _float_dtype(value: object) -> torch.dtype:
     """A floating dtype, given as such or by name."""
     dtype = value
@@ -219,6 +225,15 @@ class Options:
             allowed="a finite number > 0, or None",
             help="Memory limit in MB (2**20 bytes) for collectives in flight. "
             "None leaves it to the plan.",
+        ),
+    )
+    commshift: bool = field(
+        default=True,
+        metadata=_about(
+            _flag,
+            allowed="True, False",
+            help="Whether collectives may leave their phase: gathers run on into the next forward, "
+            "where each parameter is waited for at its first use. False keeps them in the step.",
         ),
     )
     reduce_dtype: torch.dtype | None = field(

@@ -5,10 +5,12 @@ Analysis and planning produce it, the runtime executes it, ranks compare it; not
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fxcomm.layout import ParameterSpec, ShardLayout, build_layout
 
@@ -42,16 +44,22 @@ class ObservedBackward:
 class OverlapPlan:
     """A layout, how its buckets are launched, and limits.
 
-    Buckets are launched in the order of their numbers on every rank. ``in_graph[b]`` says whether
+    Buckets are reduced in the order of their numbers on every rank. ``in_graph[b]`` says whether
     bucket ``b`` may start inside the backward graph that completes it; the others start when the
-    backward has ended. ``in_flight_bytes`` bounds the buckets that are being reduced while a
-    backward graph runs (None: no bound).
+    backward has ended. ``in_flight_bytes`` bounds the memory of collectives in flight (None: no
+    bound).
+
+    In the optimizer's step buckets are updated in the order of their numbers, each as soon as it is
+    reduced, and gathered in ``gather_order``, each as soon as it and those ahead of it are updated.
+    With ``commshift`` the gathers run on into the next forward; else the step waits for them.
     """
 
     name: str
     layout: ShardLayout
     in_graph: tuple[bool, ...]
     in_flight_bytes: int | None
+    gather_order: tuple[int, ...]
+    commshift: bool
 
     def to_json(self) -> str:
         """The plan as JSON text; equal plans give equal texts."""
@@ -60,6 +68,8 @@ class OverlapPlan:
             "layout": json.loads(self.layout.to_json()),
             "in_graph": self.in_graph,
             "in_flight_bytes": self.in_flight_bytes,
+            "gather_order": self.gather_order,
+            "commshift": self.commshift,
         }
         return json.dumps(fields, sort_keys=True)
 
@@ -74,23 +84,39 @@ class OverlapPlan:
             fields = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"not an overlap plan: {error}") from error
-        entries = {"name", "layout", "in_graph", "in_flight_bytes"}
+        entries = {field.name for field in dataclasses.fields(cls)}
         if not isinstance(fields, dict) or set(fields) != entries:
             raise ValueError(f"an overlap plan has the entries {sorted(entries)} and no others")
         layout = ShardLayout.from_json(json.dumps(fields["layout"]))
-        name, in_graph, limit = fields["name"], fields["in_graph"], fields["in_flight_bytes"]
-        if not isinstance(name, str):
-            raise ValueError(f"the plan's name is {name!r}, not a text")
-        if not isinstance(in_graph, list) or not all(isinstance(x, bool) for x in in_graph):
-            raise ValueError("the plan's in_graph is not a list of true and false")
-        if len(in_graph) != len(layout.buckets):
-            raise ValueError(
-                f"the plan has {len(layout.buckets)} buckets and {len(in_graph)} launch places"
-            )
-        # bool is an int in Python.
-        if limit is not None and (type(limit) is not int or limit < 0):
-            raise ValueError(f"the plan's in_flight_bytes is {limit!r}, not a number of bytes")
-        return cls(name, layout, tuple(in_graph), limit)
+        _check_fields(fields, len(layout.buckets))
+        return cls(
+            fields["name"],
+            layout,
+            tuple(fields["in_graph"]),
+            fields["in_flight_bytes"],
+            tuple(fields["gather_order"]),
+            fields["commshift"],
+        )
+
+
+def _check_fields(fields: dict[str, Any], buckets: int) -> None:
+    """Raises ValueError if the entries of a plan besides its layout are not what they should be."""
+    name, in_graph, limit = fields["name"], fields["in_graph"], fields["in_flight_bytes"]
+    order, commshift = fields["gather_order"], fields["commshift"]
+    if not isinstance(name, str):
+        raise ValueError(f"the plan's name is {name!r}, not a text")
+    if not isinstance(in_graph, list) or not all(isinstance(x, bool) for x in in_graph):
+        raise ValueError("the plan's in_graph is not a list of true and false")
+    if len(in_graph) != buckets:
+        raise ValueError(f"the plan has {buckets} buckets and {len(in_graph)} launch places")
+    # bool is an int in Python.
+    if limit is not None and (type(limit) is not int or limit < 0):
+        raise ValueError(f"the plan's in_flight_bytes is {limit!r}, not a number of bytes")
+    numbers = isinstance(order, list) and all(type(x) is int for x in order)
+    if not numbers or sorted(order) != list(range(buckets)):
+        raise ValueError("the plan's gather_order does not name each bucket once")
+    if not isinstance(commshift, bool):
+        raise ValueError(f"the plan's commshift is {commshift!r}, not true or false")
 
 
 def launch_runs(count: int, observed: ObservedBackward) -> tuple[list[list[int]], list[int]]:
@@ -118,16 +144,34 @@ def launch_runs(count: int, observed: ObservedBackward) -> tuple[list[list[int]]
     return [run for run in runs if run], rest
 
 
+def order_of_use(layout: ShardLayout, uses: Sequence[int]) -> tuple[int, ...]:
+    """Buckets by the first use of any of their parameters in a forward that uses parameters
+    (indices) in the order ``uses``; those that it does not use come last, in reverse order of
+    their numbers, which is roughly the order of a forward."""
+    first = {parameter: place for place, parameter in reversed(list(enumerate(uses)))}
+
+    def place(bucket: int) -> tuple[int, int]:
+        segments = layout.buckets[bucket].segments
+        return min(
+            (first.get(s.parameter, len(uses)) for s in segments), default=len(uses)
+        ), -bucket
+
+    return tuple(sorted(range(len(layout.buckets)), key=place))
+
+
 def baseline_plan(
     parameters: Sequence[ParameterSpec],
     observed: ObservedBackward,
+    uses: Sequence[int] = (),
     *,
     world_size: int,
     bucket_bytes: int | None,
     in_flight_bytes: int | None,
     split: bool,
+    commshift: bool,
 ) -> OverlapPlan:
-    """Fixed-size buckets in the order in which ``observed`` produced the gradients.
+    """Fixed-size buckets in the order in which ``observed`` produced the gradients, gathered in
+    the order in which a forward uses parameters (``uses``, indices).
 
     ``bucket_bytes`` None is DDP's 25 MB. Buckets never mix parameters of two graph runs, so that
     each starts inside the graph that completes it. ``split`` allows large tensors to be cut.
@@ -148,4 +192,6 @@ def baseline_plan(
             for bucket in layout.buckets
         ),
         in_flight_bytes=in_flight_bytes,
+        gather_order=order_of_use(layout, uses),
+        commshift=commshift,
     )

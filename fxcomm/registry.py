@@ -7,6 +7,7 @@ one place in fxcomm that outlives a call. It holds nothing alive that the user h
 
 from __future__ import annotations
 
+import atexit
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from fxcomm import compat
 from fxcomm.runtime.adoption import ReplicatedOptimizer, adopt
+from fxcomm.runtime.in_flight import InFlightParameters
 from fxcomm.runtime.model import ManagedModel
 from fxcomm.runtime.optimizer import AdoptedOptimizer, Managed
 from fxcomm.runtime.parameters import ManagedParameter
@@ -38,6 +40,23 @@ class Registry:
         self._silent: list[nn.Module] = []
         self._counts: Counter[tuple[int, ...]] = Counter()
         self._hooked = False
+        self.in_flight = InFlightParameters()
+        self._frame_has_waits = False
+
+    def watch_reads(self) -> None:
+        """Makes reads of parameters wait for their new values, wherever they come from."""
+        compat.watch_parameter_reads(self.in_flight.before_read)
+        compat.watch_compiled_frames(self._frame_compiled)
+        atexit.register(self.in_flight.finish_all)
+
+    def graph_with_waits(self) -> None:
+        """The frame that Dynamo compiles now has a graph that waits for its parameters."""
+        self._frame_has_waits = True
+
+    def _frame_compiled(self, name: str, passes_on: bool, has_parameters: bool) -> None:
+        waits, self._frame_has_waits = self._frame_has_waits, False
+        if passes_on or (has_parameters and not waits):
+            self.in_flight.cannot_watch(name)
 
     def next_number(self, ranks: Iterable[int]) -> int:
         """A number for a new model on ``ranks``, the same on each of them if they make the same
@@ -116,7 +135,9 @@ class Registry:
                 compat.first_step_post_hook(optimizer, self._after_step)
                 self._hook_state(optimizer)
             adopted = self._adopted[optimizer] = adopt(optimizer, self, adopted)
-        adopted.before_step(optimizer)
+        # One hook is this one.
+        alone = _closure(args, kwargs) is None and compat.step_pre_hooks(optimizer) == 1
+        adopted.before_step(optimizer, alone=alone)
         args, kwargs = _with_closure(args, kwargs, adopted.take_gradients)
         return (adopted.stand_in(optimizer), *args[1:]), kwargs
 
@@ -154,12 +175,17 @@ class Registry:
             adopted.load_state(optimizer)
 
 
+def _closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    return closure if callable(closure) else None
+
+
 def _with_closure(
     args: tuple[Any, ...], kwargs: dict[str, Any], after: Callable[[], None]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The step's arguments with ``after`` run behind each call of the closure, if there is one."""
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if not callable(closure):
+    closure = _closure(args, kwargs)
+    if closure is None:
         return args, kwargs
 
     def wrapped() -> Any:
@@ -173,3 +199,4 @@ def _with_closure(
 
 
 REGISTRY = Registry()
+REGISTRY.watch_reads()

@@ -19,6 +19,7 @@ from fxcomm.plan import (
     OverlapPlan,
     baseline_plan,
     launch_runs,
+    order_of_use,
 )
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float64": 8}
@@ -84,6 +85,7 @@ class Situation:
             bucket_bytes=self.bucket_bytes,
             in_flight_bytes=None,
             split=self.split,
+            commshift=True,
         )
 
 
@@ -167,6 +169,7 @@ def test_baseline_sizes_and_name() -> None:
             bucket_bytes=bucket_bytes,
             in_flight_bytes=77,
             split=split,
+            commshift=False,
         )
 
     assert plan(None, True).name == "bucket-25mb"
@@ -180,6 +183,32 @@ def test_baseline_sizes_and_name() -> None:
     assert plan(None, True).in_flight_bytes == 77
 
 
+# --- the order of gathers ---
+
+
+def test_order_of_use() -> None:
+    """By first use; a bucket counts from the first of its parameters that is used."""
+    layout = build_layout(
+        [[spec("a", 64)], [spec("b", 64), spec("c", 64)], [spec("d", 64)], [spec("e", 64)]],
+        world_size=1,
+        bucket_bytes=1 << 20,
+        split=True,
+    )
+    assert order_of_use(layout, [0, 3, 1, 2, 3]) == (0, 2, 1, 3)
+    assert order_of_use(layout, [2, 0]) == (1, 0, 3, 2)
+    assert order_of_use(layout, []) == (3, 2, 1, 0)
+
+
+def test_cut_parameters_count_in_each_of_their_buckets() -> None:
+    layout = build_layout(
+        [[spec("a", 64), spec("large", 1000)]], world_size=1, bucket_bytes=1024, split=True
+    )
+    order = order_of_use(layout, [1, 0])
+    of_large = [b for b, _ in layout.parameter_segments(1)]
+    assert len(of_large) > 1
+    assert sorted(order[: len(of_large)]) == of_large
+
+
 # --- JSON ---
 
 LAYOUT = build_layout(
@@ -187,7 +216,15 @@ LAYOUT = build_layout(
     world_size=2,
     bucket_bytes=1024,
 )
-PLAN = OverlapPlan("test", LAYOUT, (True, True, True, False, False, False), in_flight_bytes=4096)
+PLAN = OverlapPlan(
+    "test",
+    LAYOUT,
+    (True, True, True, False, False, False),
+    in_flight_bytes=4096,
+    gather_order=(5, 3, 4, 0, 2, 1),
+    commshift=True,
+)
+ENTRIES = ["name", "layout", "in_graph", "in_flight_bytes", "gather_order", "commshift"]
 
 
 def test_the_example_is_a_plan() -> None:
@@ -232,6 +269,11 @@ def changed(**fields: object) -> str:
         pytest.param(changed(in_flight_bytes=-1), id="limit negative"),
         pytest.param(changed(in_flight_bytes=float("nan")), id="limit nan"),
         pytest.param(changed(in_flight_bytes=float("inf")), id="limit infinite"),
+        pytest.param(changed(gather_order=[0, 1, 2, 3, 4]), id="a bucket is never gathered"),
+        pytest.param(changed(gather_order=[0, 1, 2, 3, 4, 4]), id="a bucket is gathered twice"),
+        pytest.param(changed(gather_order=[0, True, 2, 3, 4, 5]), id="true as a bucket"),
+        pytest.param(changed(gather_order=None), id="no gather order"),
+        pytest.param(changed(commshift=1), id="one as true"),
         pytest.param(changed(name=None), id="no name"),
         pytest.param(changed(surprise=1), id="unknown entry"),
     ],
@@ -249,7 +291,7 @@ json_values = st.recursive(
 
 
 @on_many_situations
-@given(st.sampled_from(["name", "layout", "in_graph", "in_flight_bytes"]), json_values)
+@given(st.sampled_from(ENTRIES), json_values)
 def test_another_value_is_refused_or_kept(entry: str, value: object) -> None:
     """Nothing is read as something else than what was written."""
     text = changed(**{entry: value})
@@ -261,7 +303,7 @@ def test_another_value_is_refused_or_kept(entry: str, value: object) -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.sampled_from(["name", "layout", "in_graph", "in_flight_bytes"]))
+@given(st.sampled_from(ENTRIES))
 def test_a_missing_entry_is_named(entry: str) -> None:
     fields = json.loads(PLAN.to_json())
     del fields[entry]

@@ -42,9 +42,9 @@ class ReplicatedOptimizer:
         """The optimizer that runs a step: the user's own."""
         return optimizer
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer, *, alone: bool) -> None:
         """Makes the gradients final."""
-        del optimizer
+        del optimizer, alone
         self.take_gradients()
 
     def take_gradients(self) -> None:

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 import torch
 
 from fxcomm import compat
-from fxcomm.communicator import Collective, Communicator, Waitable, apply_calls, call_eagerly
+from fxcomm.communicator import Collective, Communicator, apply_calls, call_eagerly
 from fxcomm.layout import Segment
 from fxcomm.passes.reduce import BucketTask, Piece
 from fxcomm.passes.stamp import BucketKey
 from fxcomm.plan import OverlapPlan
+from fxcomm.runtime.in_flight import BucketGather, GatherQueue, InFlightParameters
 from fxcomm.runtime.parameters import ManagedParameter
 from fxcomm.runtime.statistics import StepMeter
 
@@ -175,9 +176,11 @@ class Arena(ABC):
 
     # --- finishing ---
 
-    def finish_reductions(self) -> list[Reduction]:
-        """Waits for every reduction in flight, in launch order, and returns them finished."""
-        finished, self._reductions = self._reductions, []
+    def finish_reductions(self, through: int | None = None) -> list[Reduction]:
+        """Waits for reductions in flight, in launch order, and returns them finished: all, which ends
+        the backward for this arena, or those of buckets up to ``through``."""
+        finished = [r for r in self._reductions if through is None or r.bucket <= through]
+        self._reductions = self._reductions[len(finished) :]
         start = time.perf_counter()
         for reduction in finished:
             if reduction.launched is not None:
@@ -186,7 +189,8 @@ class Arena(ABC):
                 )
                 reduction.packed = reduction.launched = None
         self._meter.waited(time.perf_counter() - start)
-        self.next_bucket = 0
+        if through is None:
+            self.next_bucket = 0
         return finished
 
 
@@ -258,6 +262,8 @@ class ShardedArena(Arena):
             for segment in self.plan.layout.shard_segments(bucket, rank):
                 self._own(bucket, shard, segment)
         self._own_empty()
+        self._ending: list[BucketGather] = []
+        self.share_reads(InFlightParameters(), ())
 
     def _own_empty(self) -> None:
         """An empty parameter belongs to every rank: an optimizer keeps state for it, too."""
@@ -304,7 +310,11 @@ class ShardedArena(Arena):
 
     def owned_gradients(self, parameter: ManagedParameter) -> list[torch.Tensor]:
         """This rank's part of the parameter's mean gradient, one tensor for each owned segment."""
-        return [segment.of_shard(self._kept(segment.bucket)) for segment in self.owned(parameter)]
+        return [self.owned_gradient(segment) for segment in self.owned(parameter)]
+
+    def owned_gradient(self, segment: OwnedSegment) -> torch.Tensor:
+        """The mean gradient of a run of elements that this rank owns."""
+        return segment.of_shard(self._kept(segment.bucket))
 
     def _kept(self, bucket: int) -> torch.Tensor:
         kept = self.gradients[bucket]
@@ -347,21 +357,48 @@ class ShardedArena(Arena):
 
     # --- gathering ---
 
-    def gather(self, buckets: Iterable[int]) -> None:
-        """Brings the updated elements of every rank to all: starts all gathers, then waits."""
-        gathers = [self._start_gather(bucket) for bucket in buckets]
-        start = time.perf_counter()
-        for bucket, buffer, work in gathers:
-            work.wait()
-            if buffer is not self.buckets[bucket]:
-                self.buckets[bucket].copy_(buffer)
-        self._meter.waited(time.perf_counter() - start)
+    def share_reads(self, in_flight: InFlightParameters, seen: Collection[int]) -> None:
+        """Lets gathers run on beyond their step where reads can wait for them: ``seen`` are the
+        parameters (``id``) whose every read ``in_flight`` hears of."""
+        self._in_flight = in_flight
+        self._deferrable = [
+            self.plan.commshift and all(id(p.parameter) in seen for p in self.members(bucket))
+            for bucket in range(self.bucket_count)
+        ]
 
-    def _start_gather(self, bucket: int) -> tuple[int, torch.Tensor, Waitable]:
-        buffer = self.buckets[bucket]
-        buffer = buffer.to(self.gather_dtype(buffer.dtype))
+    def new_gathers(self) -> GatherQueue:
+        """The gathers of a step, which is about to update the parameters."""
+        self.finish_gathers()
+        limit = self.plan.in_flight_bytes
+        order = self.plan.gather_order
+        return GatherQueue(order, limit, self._start_gather, self._extra_bytes)
+
+    def _extra_bytes(self, bucket: int) -> int:
+        elements = self.buckets[bucket]
+        dtype = self.gather_dtype(elements.dtype)
+        return 0 if dtype == elements.dtype else elements.numel() * dtype.itemsize
+
+    def _start_gather(self, bucket: int) -> BucketGather:
+        elements = self.buckets[bucket]
+        buffer = elements.to(self.gather_dtype(elements.dtype))
         self._meter.sent(self.communicator.all_gather_bytes(buffer.numel() * buffer.itemsize))
-        return bucket, buffer, self.communicator.all_gather(buffer, bucket)
+        work = self.communicator.all_gather(buffer, bucket)
+        gather = BucketGather(work, elements, buffer, self._meter.waited)
+        if self._deferrable[bucket] and self._in_flight.watched:
+            self._in_flight.started((p.parameter for p in self.members(bucket)), gather)
+        else:
+            self._ending.append(gather)
+        return gather
+
+    def end_step(self) -> None:
+        """Waits for the gathers that may not run on."""
+        while self._ending:
+            self._ending.pop(0).wait()
+
+    def finish_gathers(self) -> None:
+        """Waits for all gathers in flight."""
+        self.end_step()
+        self._in_flight.finish(p.parameter for p in self.parameters)
 
     def gather_whole(
         self, parameter: ManagedParameter, pieces: Sequence[torch.Tensor], dtype: torch.dtype

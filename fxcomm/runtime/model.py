@@ -42,6 +42,7 @@ from fxcomm.runtime.backward_graph import BackwardGraph, CapturedBackward
 from fxcomm.runtime.backward_pass import BackwardPass, PresenceExchange
 from fxcomm.runtime.buffers import MutableBuffers
 from fxcomm.runtime.gradient import ShardedGradient
+from fxcomm.runtime.in_flight import InFlightParameters, seen_parameters
 from fxcomm.runtime.norms import gradient_norms
 from fxcomm.runtime.parameters import ManagedParameter
 from fxcomm.runtime.statistics import StepMeter
@@ -50,13 +51,15 @@ from fxcomm.runtime.statistics import StepMeter
 @dataclass(frozen=True)
 class Environment:
     """The ranks a model trains on. ``connect`` opens a new process group for collectives on a
-    device, ``connect_control`` one for small CPU tensors; both wait for every rank."""
+    device, ``connect_control`` one for small CPU tensors; both wait for every rank. ``in_flight``
+    makes reads of parameters wait, of whatever model."""
 
     agreement: Agreement
     rank: int
     world_size: int
     connect: Callable[[torch.device], Communicator]
     connect_control: Callable[[], dist.ProcessGroup]
+    in_flight: InFlightParameters
 
 
 @dataclass
@@ -94,6 +97,8 @@ class ManagedModel:
         self._pending: _Pending | None = None
         self._unsynced = False
         self.observed = ObservedBackward()
+        self.root: weakref.ref[nn.Module] | None = None
+        self._uses: dict[int, None] = {}
         self._norms: dict[float, dict[int, torch.Tensor]] = {}
         self._topics = 0
         self._changed_buffers: set[int] = set()
@@ -170,6 +175,21 @@ class ManagedModel:
         self.dump.graph(f"model{self.number}-backward{graph.number}", captured.gm)
         self._graphs.add(graph)
         return graph
+
+    def observing_uses(
+        self, parameters: Sequence[int], run: Callable[[list[Any]], Sequence[Any]]
+    ) -> Callable[[list[Any]], Sequence[Any]]:
+        """A forward graph that uses ``parameters`` (indices) in this order: until the first plan,
+        its runs tell in which order a step uses all parameters."""
+        known = weakref.ref(self)
+
+        def observed(args: list[Any]) -> Sequence[Any]:
+            model = known()
+            if model is not None and not model.arenas:
+                model._uses.update(dict.fromkeys(parameters))
+            return run(args)
+
+        return observed
 
     # --- a backward ---
 
@@ -439,6 +459,22 @@ class ManagedModel:
             self._synchronise(backward)
         self.finish()
 
+    def settle_presence(self) -> bool:
+        """Like :meth:`settle`, but leaves reductions in flight where nothing came late, for
+        :meth:`settle_bucket` to finish one by one. Returns whether that is so."""
+        if self._unsynced or (self._pass is not None and not self.in_backward):
+            self.settle()
+        if self._pending is not None and self._pending.exchange.late():
+            self.finish()
+        gradients = [p.parameter.grad for p in self.parameters]
+        return all(g.reduced for g in gradients if isinstance(g, ShardedGradient))
+
+    def settle_bucket(self, arena: ShardedArena, bucket: int) -> None:
+        """Brings the gradients of a bucket, and of those before it, to their final value."""
+        if self._pending is not None:
+            reductions = arena.finish_reductions(through=bucket)
+            arena.accumulate(reductions, self._pending.accumulating)
+
     def take_assigned(self) -> None:
         """Reduces whole gradients that the user assigned to ``p.grad`` of sharded parameters, as on
         every rank. Autograd's own never stay there."""
@@ -527,6 +563,12 @@ class ManagedModel:
         whole = p.arena.gather_whole(p, self.gradient_shards(p), dtype)
         return whole.to(p.parameter.dtype)
 
+    def finish_gathers(self) -> None:
+        """Waits until every parameter has its new value."""
+        for arena in self.arenas:
+            if isinstance(arena, ShardedArena):
+                arena.finish_gathers()
+
     def gather_objects(self, mine: Any) -> list[Any]:
         """Every rank's ``mine``, by rank. Collective; for small picklable values."""
         everyone = [None] * self.environment.world_size
@@ -545,6 +587,9 @@ class ManagedModel:
         self.arenas.append(arena)
         self.dump.plan(arena.number, arena.plan)
         if isinstance(arena, ShardedArena):
+            root = None if self.root is None else self.root()
+            seen = set() if root is None else seen_parameters(root)
+            arena.share_reads(self.environment.in_flight, seen)
             for p in chosen:
                 gradient = p.parameter.grad
                 if gradient is not None:
@@ -567,10 +612,12 @@ class ManagedModel:
         plan = baseline_plan(
             [p.spec for p in chosen],
             observed,
+            [place[i] for i in self._uses if i in place],
             world_size=self.environment.world_size,
             bucket_bytes=_megabytes(self.options.bucket_mb),
             in_flight_bytes=self._in_flight_bytes(),
             split=self.sharded,
+            commshift=self.sharded and self.options.commshift,
         )
         text = self.environment.agreement.from_rank_zero(self.topic("the plan"), plan.to_json())
         return OverlapPlan.from_json(text)

@@ -11,15 +11,17 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import nn
 
+from fxcomm import compat
 from fxcomm.errors import FxcommError
 from fxcomm.runtime.arena import OwnedSegment, ShardedArena, accumulation_dtype
 from fxcomm.runtime.gradient import ShardedGradient
+from fxcomm.runtime.in_flight import GatherQueue
 from fxcomm.runtime.model import ManagedModel
 from fxcomm.runtime.parameters import ManagedParameter
 from fxcomm.runtime.probe import twin
@@ -74,6 +76,44 @@ def _shards(model: ManagedModel, p: ManagedParameter) -> list[ShardParameter]:
     ]
 
 
+@dataclass
+class BucketUpdate:
+    """The update of this rank's shard of one bucket. ``members`` are runs of its elements, each
+    with the number of the optimizer's group that holds it."""
+
+    model: ManagedModel
+    arena: ShardedArena
+    bucket: int
+    optimizer: torch.optim.Optimizer
+    members: list[tuple[int, ManagedParameter, ShardParameter]] = field(default_factory=list)
+
+    def run(self, optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]) -> None:
+        """Updates the shard from its final gradient, with the ``settings`` (attributes, with the
+        state) and the hyperparameters that ``optimizer`` has now."""
+        self.optimizer.__dict__.update(settings)
+        members: dict[int, list[torch.Tensor]] = {}
+        for number, p, shard in self.members:
+            if isinstance(p.parameter.grad, ShardedGradient):
+                shard.refresh_master()
+                shard.tensor.grad = self.arena.owned_gradient(shard.segment)
+                members.setdefault(number, []).append(shard.tensor)
+        self.optimizer.param_groups = [
+            {**optimizer.param_groups[number], "params": tensors}
+            for number, tensors in members.items()
+        ]
+        if members:
+            compat.step_without_hooks(self.optimizer)
+        for _, _, shard in self.members:
+            shard.tensor.grad = None
+            shard.round_master()
+
+
+def _updates_parameters_one_by_one(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step on some parameters and then on the others is a step on all: true of torch's
+    own optimizers, unknown of the user's, which may count their steps, for example."""
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
 class MovedState(defaultdict[Any, dict[str, Any]]):
     """The ``state`` of an adopted optimizer: empty, and says so where that could pass unseen."""
 
@@ -98,7 +138,8 @@ class AdoptedOptimizer:
         """Adopts ``optimizer``, whose parameters in ``managed`` all lie in sharded arenas; other
         parameters that it holds stay as they are. State that it already has is cut to shards;
         ``previous`` is its earlier adoption, with fewer parameters."""
-        self.twin = twin(optimizer)
+        self.twin = self._stand_in = twin(optimizer)
+        self._queues: dict[ShardedArena, GatherQueue] = {}
         self._managed = dict(managed)
         self._signature = signature(optimizer)
         self._incoming: dict[str, Any] | None = None
@@ -110,6 +151,7 @@ class AdoptedOptimizer:
         for group in optimizer.param_groups:
             tensors = [t for parameter in group["params"] for t in self._tensors(parameter)]
             self.twin.param_groups.append({**group, "params": tensors})
+        self._buckets = self._by_bucket(optimizer)
         if previous is not None:
             self.twin.state.update(previous.twin.state)
         self._take_state(optimizer.param_groups, optimizer.state)
@@ -119,6 +161,23 @@ class AdoptedOptimizer:
         shards = self._shards.get(id(parameter))
         return [parameter] if shards is None else [shard.tensor for shard in shards]
 
+    def _by_bucket(self, optimizer: torch.optim.Optimizer) -> list[BucketUpdate]:
+        """An update for each bucket of each arena, in the order in which they are reduced."""
+        arenas = dict.fromkeys(cast(ShardedArena, p.arena) for _, p in self._managed.values())
+        owner = {p.arena: model for model, p in self._managed.values()}
+        updates = {
+            (arena, bucket): BucketUpdate(owner[arena], arena, bucket, twin(optimizer))
+            for arena in arenas
+            for bucket in range(arena.bucket_count)
+        }
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                for shard in self._shards.get(id(parameter), ()):
+                    _, p = self._managed[id(parameter)]
+                    key = cast(ShardedArena, p.arena), shard.segment.bucket
+                    updates[key].members.append((number, p, shard))
+        return list(updates.values())
+
     def covers(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer still holds just the parameters with which it was adopted."""
         return self._signature == signature(optimizer)
@@ -126,7 +185,7 @@ class AdoptedOptimizer:
     def stand_in(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimizer that runs a step in the user's place."""
         del optimizer
-        return self.twin
+        return self._stand_in
 
     @property
     def models(self) -> list[ManagedModel]:
@@ -145,20 +204,61 @@ class AdoptedOptimizer:
 
     # --- a step ---
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gives the twin the user's present settings and the final gradients."""
+    def before_step(self, optimizer: torch.optim.Optimizer, *, alone: bool) -> None:
+        """Gives the twin the user's present settings and the final gradients.
+
+        ``alone`` says that nothing else of the user's runs in this step, no closure and no hook.
+        Then, for an optimizer of torch's own, every bucket is updated here, as soon as it is
+        reduced, and its gather started; only what fxcomm does not manage is left for the step.
+        """
+        for model in self.models:
+            model.finish_gathers()
+        self._copy_settings(optimizer)
+        for _, p in self._managed.values():
+            p.keep_bound()
+        self._queues = {update.arena: update.arena.new_gathers() for update in self._buckets}
+        self._stand_in = self.twin
+        if alone and _updates_parameters_one_by_one(optimizer) and self._settle_presence():
+            self._update_buckets(optimizer)
+            self._stand_in = self._rest(optimizer)
+            return
+        for shards in self._shards.values():
+            for shard in shards:
+                shard.refresh_master()
+        self.take_gradients()
+
+    def _settle_presence(self) -> bool:
+        for model in self.models:
+            model.take_assigned()
+        settled = [model.settle_presence() for model in self.models]
+        return all(settled)
+
+    def _update_buckets(self, optimizer: torch.optim.Optimizer) -> None:
+        settings = {k: v for k, v in self.twin.__dict__.items() if not k.startswith("_optimizer_")}
+        for update in self._buckets:
+            update.model.settle_bucket(update.arena, update.bucket)
+            update.run(optimizer, settings)
+            self._queues[update.arena].updated(update.bucket)
+        for model in self.models:
+            model.finish()
+
+    def _rest(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """An optimizer of the parameters that fxcomm does not manage."""
+        rest = twin(optimizer)
+        rest.state = self.twin.state
+        rest.param_groups = [
+            {**group, "params": [p for p in group["params"] if id(p) not in self._shards]}
+            for group in optimizer.param_groups
+        ]
+        return rest
+
+    def _copy_settings(self, optimizer: torch.optim.Optimizer) -> None:
         kept = {name: self.twin.__dict__[name] for name in ("param_groups", "state")}
         hooks = {k: v for k, v in self.twin.__dict__.items() if k.startswith("_optimizer_")}
         self.twin.__dict__.clear()
         self.twin.__dict__.update({**optimizer.__dict__, **hooks, **kept})
         self.twin.__dict__.pop("step", None)
         _copy_hyperparameters(optimizer, self.twin)
-        for _, p in self._managed.values():
-            p.keep_bound()
-        for shards in self._shards.values():
-            for shard in shards:
-                shard.refresh_master()
-        self.take_gradients()
 
     def take_gradients(self) -> None:
         """Waits for the reductions in flight and points the twin at this rank's gradients."""
@@ -175,6 +275,18 @@ class AdoptedOptimizer:
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Rounds masters, gathers the updated parameters on every rank, and hands back what the
         step changed in the user's groups."""
+        if self._stand_in is self.twin:
+            self._finish_whole_step(optimizer)
+        for arena in self._queues:
+            arena.end_step()
+        self._queues = {}
+        for _, p in self._managed.values():
+            # What an in-place update of the parameter would do: a graph that saved the old value
+            # must refuse to run backward.
+            torch.autograd.graph.increment_version(p.parameter)
+
+    def _finish_whole_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """What is left to do when the twin has updated everything at once."""
         for shards in self._shards.values():
             for shard in shards:
                 shard.tensor.grad = None
@@ -183,14 +295,8 @@ class AdoptedOptimizer:
         for name, value in self.twin.__dict__.items():
             if name not in ("param_groups", "state") and not name.startswith("_optimizer_"):
                 optimizer.__dict__[name] = value
-        arenas = dict.fromkeys(p.arena for _, p in self._managed.values())
-        for arena in arenas:
-            assert isinstance(arena, ShardedArena)
-            arena.gather(range(arena.bucket_count))
-        for _, p in self._managed.values():
-            # What an in-place update of the parameter would do: a graph that saved the old value
-            # must refuse to run backward.
-            torch.autograd.graph.increment_version(p.parameter)
+        for update in self._buckets:
+            self._queues[update.arena].updated(update.bucket)
 
     # --- state ---
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Sequence
 
 import torch
@@ -41,6 +42,7 @@ def start(
             "same nn.Parameter, or give each its own tensor."
         )
     if root is not None:
+        model.root = weakref.ref(root)
         model.buffers.watch(root)
     lines = [f"options {model.options.describe()}"]
     lines += [describe(name, p) for name, p in [*named, *frozen]]

@@ -1,0 +1,180 @@
+"""Parameters whose new values are on their way, and what must wait for them.
+
+A gather that was started writes into its parameters' memory until it is waited for. A compiled
+graph waits before its first use of a parameter (``fxcomm.passes.gather``); what runs eagerly gets
+parameters from their modules, which ask :meth:`InFlightParameters.before_read` first.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+
+import torch
+from torch import nn
+
+from fxcomm import compat
+from fxcomm.communicator import Waitable
+
+_log = logging.getLogger("fxcomm")
+
+
+class BucketGather(compat.Work):
+    """The gather of one bucket. It is done once, by whoever waits first.
+
+    ``elements`` is the bucket; ``buffer`` what the communicator fills, another tensor if parameters
+    travel in another dtype. ``waited`` is told the seconds that a wait took.
+    """
+
+    def __init__(
+        self,
+        work: Waitable,
+        elements: torch.Tensor,
+        buffer: torch.Tensor,
+        waited: Callable[[float], None],
+    ) -> None:
+        super().__init__()
+        self._pending: tuple[Waitable, torch.Tensor, torch.Tensor] | None = (work, elements, buffer)
+        self._waited = waited
+        self._lock = threading.Lock()  # data loaders may read parameters in threads of their own
+
+    @property
+    def done(self) -> bool:
+        """Whether the parameters have their new values."""
+        return self._pending is None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Waits until the parameters have their new values; c10d passes a ``timeout``, which the
+        process group has, too."""
+        del timeout
+        with self._lock:
+            if self._pending is not None:
+                work, elements, buffer = self._pending
+                start = time.perf_counter()
+                work.wait()
+                if buffer is not elements:
+                    elements.copy_(buffer)
+                self._waited(time.perf_counter() - start)
+                self._pending = None
+        return True
+
+
+class InFlightParameters:
+    """The gathers that nobody has waited for, by parameter.
+
+    ``watched`` says whether every read of a parameter can be seen; where it cannot, gathers must
+    end in the step that starts them.
+    """
+
+    def __init__(self) -> None:
+        self._gathers: dict[int, list[BucketGather]] = {}
+        self._parameters: dict[int, torch.Tensor] = {}
+        self.watched = True
+
+    def started(self, parameters: Iterable[torch.Tensor], gather: BucketGather) -> None:
+        """Makes reads of ``parameters`` wait for ``gather``."""
+        for parameter in parameters:
+            compat.register_wait(parameter, gather)
+            self._gathers.setdefault(id(parameter), []).append(gather)
+            self._parameters[id(parameter)] = parameter
+
+    def before_read(self, value: object) -> None:
+        """Waits for what is in flight into ``value``, if anything is."""
+        for gather in self._gathers.get(id(value), ()):
+            gather.wait()
+
+    def finish(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Waits for what is in flight into ``parameters`` and forgets it."""
+        for parameter in parameters:
+            for gather in self._gathers.pop(id(parameter), ()):
+                gather.wait()
+            if self._parameters.pop(id(parameter), None) is not None:
+                compat.wait_in_place(parameter)
+
+    def finish_all(self) -> None:
+        """Waits for everything."""
+        self.finish(list(self._parameters.values()))
+
+    def cannot_watch(self, where: str) -> None:
+        """Code ``where`` gets parameters without a module's knowledge: from now on gathers end in
+        the step that starts them."""
+        self.finish_all()
+        if self.watched:
+            self.watched = False
+            _log.warning(
+                "%s reads parameters where fxcomm cannot make it wait for their new values (compiled "
+                "by another backend, or a graph break that passes a parameter on): from now on "
+                "every optimizer.step() waits for all of its communication. To hide it again, "
+                "compile that code with fxcomm, or let it take parameters from their module.",
+                where,
+            )
+
+
+def seen_parameters(root: nn.Module) -> set[int]:
+    """The parameters (``id``) of ``root`` whose every read goes through their module.
+
+    Not those of modules written in TorchScript, nor those that a module also keeps elsewhere, as
+    ``nn.LSTM`` does in a list.
+    """
+    seen: set[int] = set()
+    kept_elsewhere: set[int] = set()
+    for module in root.modules():
+        own = {id(p) for p in module.parameters(recurse=False)}
+        (seen if compat.hands_out_parameters(module) else kept_elsewhere).update(own)
+        for name, value in vars(module).items():
+            if name not in ("_parameters", "_modules"):
+                kept_elsewhere.update(id(tensor) for tensor in _tensors_in(value))
+    return seen - kept_elsewhere
+
+
+def _tensors_in(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors_in(list(value.values()))
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from _tensors_in(item)
+
+
+class GatherQueue:
+    """Starts the gathers of one arena in the plan's order, each when its bucket and all those ahead
+    of it are updated, and waits for the oldest while too much extra memory is in flight."""
+
+    def __init__(
+        self,
+        order: Sequence[int],
+        limit_bytes: int | None,
+        start: Callable[[int], BucketGather],
+        extra_bytes: Callable[[int], int],
+    ) -> None:
+        self._order = order
+        self._extra_bytes = extra_bytes
+        self._limit = limit_bytes
+        self._start = start
+        self._updated: set[int] = set()
+        self._next = 0
+        self._started: list[tuple[int, BucketGather]] = []
+
+    def updated(self, bucket: int) -> None:
+        """Bucket ``bucket`` has its new values on their owners."""
+        self._updated.add(bucket)
+        while self._next < len(self._order) and self._order[self._next] in self._updated:
+            bucket = self._order[self._next]
+            self._make_room(self._extra_bytes(bucket))
+            self._started.append((bucket, self._start(bucket)))
+            self._next += 1
+
+    def _make_room(self, nbytes: int) -> None:
+        if self._limit is None or not nbytes:
+            return
+        pending = [(self._extra_bytes(b), g) for b, g in self._started if not g.done]
+        held = sum(size for size, _ in pending)
+        for size, gather in pending:
+            if held + nbytes <= self._limit:
+                return
+            gather.wait()
+            held -= size
