@@ -194,3 +194,6 @@ def _gradients(
         if found is not None and found[0] is model:
             gradients.append((position, found[1]))
     return tuple(gradients)
+
+
+REGISTRY.begin(fxcomm)

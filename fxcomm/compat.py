@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import gc
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -273,6 +274,19 @@ def unwrap_module(module: nn.Module) -> nn.Module:
     return module._orig_mod if isinstance(module, OptimizedModule) else module
 
 
+def modules_compiled_with(backend: Callable[..., Any]) -> list[nn.Module]:
+    """Every module that ``torch.compile`` wrapped for ``backend``. Slow: looks at all objects."""
+    wrappers = [o for o in gc.get_objects() if type(o) is OptimizedModule]
+    return [unwrap_module(w) for w in wrappers if _backend_of(w) is backend]
+
+
+def _backend_of(wrapper: OptimizedModule) -> Any:
+    compiler: Any = wrapper.dynamo_ctx.callback
+    while hasattr(compiler, "_torchdynamo_orig_backend"):
+        compiler = compiler._torchdynamo_orig_backend
+    return getattr(compiler, "compiler_fn", compiler)
+
+
 def modules_on_stack() -> list[nn.Module]:
     """Modules whose call is in progress, innermost first, without ``torch.compile``'s wrappers.
 
@@ -376,7 +390,8 @@ def watch_parameter_reads(before_read: Callable[[object], None]) -> None:
     @functools.wraps(get)
     def __getattr__(self: nn.Module, name: str) -> Any:
         value = get(self, name)
-        before_read(value)
+        if not torch.compiler.is_compiling():
+            before_read(value)
         return value
 
     @functools.wraps(members)

@@ -152,9 +152,8 @@ def order_of_use(layout: ShardLayout, uses: Sequence[int]) -> tuple[int, ...]:
 
     def place(bucket: int) -> tuple[int, int]:
         segments = layout.buckets[bucket].segments
-        return min(
-            (first.get(s.parameter, len(uses)) for s in segments), default=len(uses)
-        ), -bucket
+        places = (first.get(segment.parameter, len(uses)) for segment in segments)
+        return min(places, default=len(uses)), -bucket
 
     return tuple(sorted(range(len(layout.buckets)), key=place))
 

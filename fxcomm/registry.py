@@ -15,11 +15,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from fxcomm import compat
+from fxcomm.errors import UnsupportedModelError
 from fxcomm.runtime.adoption import ReplicatedOptimizer, adopt
 from fxcomm.runtime.in_flight import InFlightParameters
 from fxcomm.runtime.model import ManagedModel
@@ -39,12 +41,15 @@ class Registry:
         self._adopted = WeakIdKeyDictionary()
         self._silent: list[nn.Module] = []
         self._counts: Counter[tuple[int, ...]] = Counter()
-        self._hooked = False
+        self._strangers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.in_flight = InFlightParameters()
         self._frame_has_waits = False
 
-    def watch_reads(self) -> None:
-        """Makes reads of parameters wait for their new values, wherever they come from."""
+    def begin(self, backend: Callable[..., Any]) -> None:
+        """Hooks into every optimizer's step, and makes reads of parameters wait for their new
+        values, wherever they come from. ``backend`` is the function that torch calls."""
+        self._backend = backend
+        register_optimizer_step_pre_hook(self._before_step)
         compat.watch_parameter_reads(self.in_flight.before_read)
         compat.watch_compiled_frames(self._frame_compiled)
         atexit.register(self.in_flight.finish_all)
@@ -73,9 +78,6 @@ class Registry:
         for module in self._silent:
             if model in self.models_of(module.parameters()):
                 model.silence(1)
-        if not self._hooked:
-            self._hooked = True
-            register_optimizer_step_pre_hook(self._before_step)
 
     def refresh(self, model: ManagedModel) -> None:
         """Registers parameters that were added to a model."""
@@ -130,6 +132,7 @@ class Registry:
         adopted = self.adopted(optimizer)
         if adopted is None or not adopted.covers(optimizer):
             if not self.managed(optimizer):
+                self._refuse_skipped(optimizer)
                 return None
             if adopted is None:
                 compat.first_step_post_hook(optimizer, self._after_step)
@@ -140,6 +143,26 @@ class Registry:
         adopted.before_step(optimizer, alone=alone)
         args, kwargs = _with_closure(args, kwargs, adopted.take_gradients)
         return (adopted.stand_in(optimizer), *args[1:]), kwargs
+
+    def _refuse_skipped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Dynamo may give up on a whole forward and run it eagerly; then fxcomm never hears of the
+        model, and ranks would drift apart."""
+        if optimizer in self._strangers:
+            return
+        self._strangers.add(optimizer)
+        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            return
+        trained = {
+            id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+        }
+        for module in compat.modules_compiled_with(self._backend):
+            if any(id(p) in trained for p in module.parameters()):
+                raise UnsupportedModelError(
+                    f"Dynamo compiled no part of {type(module).__name__} and ran it eagerly, so "
+                    "its gradients are this rank's alone. TORCH_LOGS=graph_breaks shows why (an "
+                    "nn.LSTM in the forward, for example): move what cannot be compiled into a "
+                    "method under torch.compiler.disable, or compile the parts that can be."
+                )
 
     def _after_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -199,4 +222,3 @@ def _with_closure(
 
 
 REGISTRY = Registry()
-REGISTRY.watch_reads()

@@ -177,8 +177,8 @@ class Arena(ABC):
     # --- finishing ---
 
     def finish_reductions(self, through: int | None = None) -> list[Reduction]:
-        """Waits for reductions in flight, in launch order, and returns them finished: all, which ends
-        the backward for this arena, or those of buckets up to ``through``."""
+        """Waits for reductions in flight, in launch order, and returns them finished: those of
+        buckets up to ``through``, or all, which ends the backward for this arena."""
         finished = [r for r in self._reductions if through is None or r.bucket <= through]
         self._reductions = self._reductions[len(finished) :]
         start = time.perf_counter()

@@ -105,10 +105,10 @@ class InFlightParameters:
         if self.watched:
             self.watched = False
             _log.warning(
-                "%s reads parameters where fxcomm cannot make it wait for their new values (compiled "
-                "by another backend, or a graph break that passes a parameter on): from now on "
-                "every optimizer.step() waits for all of its communication. To hide it again, "
-                "compile that code with fxcomm, or let it take parameters from their module.",
+                "%s reads parameters where fxcomm cannot make it wait for their new values: it is "
+                "compiled by another backend, or passes a parameter on over a graph break. From "
+                "now on every optimizer.step() waits for all of its communication. To hide it "
+                "again, compile that code with fxcomm, or let it take parameters from a module.",
                 where,
             )
 

@@ -1,0 +1,443 @@
+"""Reads between steps see updated parameters, while gathers run on into the next forward.
+
+The gathers of these tests are withheld: what other ranks send becomes visible only when something
+waits. A read that forgot to wait is caught every time, not when the network happens to be slow.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+import fxcomm
+from fxcomm.backends import communicators
+from fxcomm.registry import REGISTRY
+from tests.oracle import adamw, assert_close, assert_equal_training, train_alone, train_ranks
+from tests.ranks import Ranks
+from tests.zoo import ROWS, ZOO
+
+Pools = Callable[[int], Ranks]
+EAGER = {"lowering": "eager", "bucket_mb": 0.001}
+
+
+@dataclass
+class Withheld:
+    """A gather into a copy, put in its place by the wait."""
+
+    work: Any
+    buffer: Tensor
+    received: Tensor
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.buffer.copy_(self.received)
+
+
+@contextmanager
+def withheld_gathers() -> Iterator[None]:
+    original = communicators.GlooCommunicator.all_gather
+
+    def all_gather(self: Any, buffer: Tensor, tag: int) -> Withheld:
+        received = buffer.clone()
+        return Withheld(original(self, received, tag), buffer, received)
+
+    communicators.GlooCommunicator.all_gather = all_gather  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        communicators.GlooCommunicator.all_gather = original  # type: ignore[method-assign]
+
+
+def gathers_in_flight(model: nn.Module) -> int:
+    gathers = REGISTRY.in_flight._gathers
+    return sum(not gather.done for p in _quietly(model) for gather in gathers.get(id(p), ()))
+
+
+def _quietly(model: nn.Module) -> list[Tensor]:
+    """The managed parameters, without a read that would wait."""
+    return [p.parameter for m in REGISTRY._by_root.values() for p in m.parameters]
+
+
+def trained(
+    rank: int, world_size: int, case_name: str, options: dict[str, Any], steps: int = 2
+) -> tuple[nn.Module, Any, Tensor]:
+    """A model some steps on, its compiled wrapper, and the rank's batch."""
+    case = ZOO[case_name]
+    model = case.model(seed=rank)
+    compiled = torch.compile(model, backend="fxcomm", options=options)
+    optimizer = adamw(compiled.parameters())
+    batch = case.batch(0, ROWS * world_size).chunk(world_size)[rank]
+    for _ in range(steps):
+        case.loss(compiled(batch), batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, compiled, batch
+
+
+# --- each way to read ---
+
+
+def _state_dict(model: nn.Module, compiled: Any, batch: Tensor) -> list[Tensor]:
+    return list(model.state_dict().values())
+
+
+def _wrapper_state_dict(model: nn.Module, compiled: Any, batch: Tensor) -> list[Tensor]:
+    return list(compiled.state_dict().values())
+
+
+def _parameters(model: nn.Module, compiled: Any, batch: Tensor) -> list[Tensor]:
+    return [p.detach() for p in model.parameters()]
+
+
+def _named_parameters(model: nn.Module, compiled: Any, batch: Tensor) -> list[Tensor]:
+    return [p.detach() for _, p in compiled.named_parameters()]
+
+
+def _of_a_child(model: nn.Module, compiled: Any, batch: Tensor) -> list[Tensor]:
+    return [p.detach() for child in model.children() for p in child.parameters()]
+
+
+def _attributes(model: nn.Module, compiled: Any, batch: Tensor) -> list[Tensor]:
+    found = []
+    for module in model.modules():
+        names = [name for name, p in module._parameters.items() if p is not None]
+        found += [getattr(module, name).detach() for name in names]
+    return found
+
+
+def _get_parameter(model: nn.Module, compiled: Any, batch: Tensor) -> list[Tensor]:
+    names = [n for m, module in model.named_modules() for n in _names(m, module)]
+    return [model.get_parameter(name).detach() for name in names]
+
+
+def _names(prefix: str, module: nn.Module) -> list[str]:
+    present = (name for name, p in module._parameters.items() if p is not None)
+    return [f"{prefix}.{name}" if prefix else name for name in present]
+
+
+def _deepcopy(model: nn.Module, compiled: Any, batch: Tensor) -> list[Tensor]:
+    return [p.detach() for p in copy.deepcopy(model).parameters()]
+
+
+def _pickle(model: nn.Module, compiled: Any, batch: Tensor) -> list[Tensor]:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return [p.detach() for p in torch.load(file, weights_only=False).parameters()]
+
+
+def _average(model: nn.Module, compiled: Any, batch: Tensor) -> list[Tensor]:
+    average = AveragedModel(model)
+    average.update_parameters(model)
+    return [p.detach() for p in average.parameters()]
+
+
+def _converted(model: nn.Module, compiled: Any, batch: Tensor) -> list[Tensor]:
+    return [p.detach() for p in copy.deepcopy(model).float().parameters()]
+
+
+def _compiled_evaluation(model: nn.Module, compiled: Any, batch: Tensor) -> list[Tensor]:
+    compiled.eval()
+    with torch.no_grad():
+        output = compiled(batch)
+    compiled.train()
+    return [output]
+
+
+def _eager_evaluation(model: nn.Module, compiled: Any, batch: Tensor) -> list[Tensor]:
+    with torch.no_grad():
+        return [model(batch)]
+
+
+def _functional_call(model: nn.Module, compiled: Any, batch: Tensor) -> list[Tensor]:
+    parameters = {name: 2 * p.detach() for name, p in model.named_parameters()}
+    return [torch.func.functional_call(model, parameters, (batch,)).detach()]
+
+
+def _training_forward(model: nn.Module, compiled: Any, batch: Tensor) -> list[Tensor]:
+    return [compiled(batch).detach()]
+
+
+def _frozen_graph(model: nn.Module, compiled: Any, batch: Tensor) -> list[Tensor]:
+    """As a GAN's discriminator while the generator trains: nothing in this graph is trained."""
+    model.requires_grad_(False)
+    output = compiled(batch)
+    model.requires_grad_(True)
+    return [output.detach()]
+
+
+def _another_backend(model: nn.Module, compiled: Any, batch: Tensor) -> list[Tensor]:
+    other = torch.compile(model, backend="aot_eager")
+    with torch.no_grad():
+        return [other(batch)]
+
+
+READS = [
+    _state_dict,
+    _wrapper_state_dict,
+    _parameters,
+    _named_parameters,
+    _of_a_child,
+    _attributes,
+    _get_parameter,
+    _deepcopy,
+    _pickle,
+    _average,
+    _converted,
+    _compiled_evaluation,
+    _eager_evaluation,
+    _functional_call,
+    _training_forward,
+    _frozen_graph,
+    _another_backend,
+]
+
+
+def read_job(
+    rank: int, world_size: int, case_name: str, options: dict[str, Any]
+) -> dict[str, tuple[int, float]]:
+    """For each way to read: how much was in flight before, and how far the values were from those
+    after a drain."""
+    found = {}
+    with withheld_gathers():
+        for read in READS:
+            torch._dynamo.reset()
+            REGISTRY.in_flight.watched = True
+            model, compiled, batch = trained(rank, world_size, case_name, options)
+            in_flight = gathers_in_flight(model)
+            values = [t.clone() for t in read(model, compiled, batch)]
+            fxcomm.synchronize(model)
+            expected = read(model, compiled, batch)
+            pairs = [(a, b) for a, b in zip(values, expected, strict=True) if a.numel()]
+            found[read.__name__] = in_flight, max((a - b).abs().max().item() for a, b in pairs)
+    REGISTRY.in_flight.watched = True
+    return found
+
+
+@pytest.mark.parametrize("case", ["mlp", "conv", "gpt", "broken"])
+def test_reads_wait(ranks: Pools, case: str) -> None:
+    for found in ranks(2).run(read_job, case, EAGER):
+        for name, (in_flight, off) in found.items():
+            assert in_flight > 0, f"{name}: nothing was in flight, the test shows nothing"
+            assert off == 0.0, f"{name} saw old values"
+
+
+def read_compiled_job(rank: int, world_size: int) -> tuple[int, float]:
+    with withheld_gathers():
+        model, compiled, batch = trained(rank, world_size, "gpt", {"bucket_mb": 0.001})
+        in_flight = gathers_in_flight(model)
+        output = compiled(batch).detach()
+        fxcomm.synchronize(model)
+        return in_flight, (output - model(batch)).abs().max().item()
+
+
+def test_inductor_waits(ranks: Pools) -> None:
+    for in_flight, off in ranks(2).run(read_compiled_job):
+        assert in_flight > 0
+        assert off < 1e-12
+
+
+# --- references held outside ---
+
+
+def held_job(rank: int, world_size: int) -> tuple[bool, bool]:
+    with withheld_gathers():
+        case = ZOO["mlp"]
+        model = case.model(seed=rank)
+        held = model.up.weight
+        compiled = torch.compile(model, backend="fxcomm", options=EAGER)
+        optimizer = adamw(compiled.parameters())
+        batch = case.batch(0, ROWS)
+        for _ in range(2):
+            case.loss(compiled(batch), batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        early = held.detach().clone()
+        fxcomm.synchronize(model)
+        late = held.detach().clone()
+        return torch.equal(early, late), torch.equal(late, model.up.weight.detach())
+
+
+def test_held_references_need_synchronize(ranks: Pools) -> None:
+    """And the window of these tests is open: without it they read old values."""
+    for early_is_late, late_is_right in ranks(2).run(held_job):
+        assert not early_is_late
+        assert late_is_right
+
+
+# --- parameters that are kept where no module hands them out ---
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.lstm, self.last = nn.Linear(13, 8), nn.LSTM(8, 8), nn.Linear(8, 5)
+        self.kept = [self.last.bias]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self._recur(torch.tanh(self.first(x))))
+
+    @torch._dynamo.disable
+    def _recur(self, x: Tensor) -> Tensor:
+        return self.lstm(x.unsqueeze(0))[0].squeeze(0)
+
+
+def recurrent(seed: int) -> Recurrent:
+    torch.manual_seed(seed)
+    return Recurrent().double()
+
+
+def train_recurrent(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
+    optimizer = adamw(model.parameters())
+    for batch in batches:
+        ZOO["mlp"].loss(model(batch), batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def recurrent_job(rank: int, world_size: int) -> list[Tensor]:
+    batches = [ZOO["mlp"].batch(s, ROWS * world_size).chunk(world_size)[rank] for s in range(4)]
+    with withheld_gathers():
+        model: Any = torch.compile(recurrent(rank), backend="fxcomm", options=EAGER)
+        return train_recurrent(model, batches)
+
+
+def test_parameters_kept_elsewhere(ranks: Pools) -> None:
+    """``nn.LSTM`` runs on a list of its own; nothing could make it wait."""
+    batches = [ZOO["mlp"].batch(s, ROWS * 2) for s in range(4)]
+    expected = train_recurrent(recurrent(0), batches)
+    for actual in ranks(2).run(recurrent_job):
+        for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
+            assert_close(str(i), a, b)
+
+
+class Skipped(Recurrent):
+    """Dynamo gives up on a forward that calls an LSTM, and runs all of it eagerly."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.lstm(self.first(x).unsqueeze(0))[0].squeeze(0))
+
+
+def skipped_job(rank: int, world_size: int) -> str:
+    model: Any = torch.compile(Skipped().double(), backend="fxcomm")
+    with pytest.raises(fxcomm.FxcommError) as error:
+        train_recurrent(model, [ZOO["mlp"].batch(rank, ROWS)])
+    return str(error.value)
+
+
+def test_a_model_of_which_nothing_is_compiled_is_refused(ranks: Pools) -> None:
+    for message in ranks(2).run(skipped_job):
+        assert "Skipped" in message
+        assert "graph_breaks" in message
+
+
+# --- whole runs ---
+
+
+def withheld_training_job(rank: int, world_size: int, *args: Any) -> Any:
+    with withheld_gathers():
+        return train_ranks(rank, world_size, *args)
+
+
+@pytest.mark.parametrize("case", ["broken", "gpt", "mlp", "partly_used", "reused", "conv"])
+@pytest.mark.parametrize("extra", [{}, {"commshift": False}, {"gather_dtype": "float64"}])
+def test_training_with_withheld_gathers(ranks: Pools, case: str, extra: dict[str, Any]) -> None:
+    expected = train_alone(2, case)
+    for actual in ranks(2).run(withheld_training_job, case, {**EAGER, **extra}):
+        assert_equal_training(actual, expected)
+
+
+def test_inductor_with_withheld_gathers(ranks: Pools) -> None:
+    expected = train_alone(2, "gpt")
+    for actual in ranks(2).run(withheld_training_job, "gpt", {"bucket_mb": 0.001}):
+        assert_equal_training(actual, expected)
+
+
+# --- errors and the end ---
+
+
+def failing_job(rank: int, world_size: int) -> tuple[int, list[Tensor]]:
+    """An exception between forward and backward, then training goes on."""
+    case = ZOO["mlp"]
+    with withheld_gathers():
+        model, compiled, batch = trained(rank, world_size, "mlp", EAGER)
+        optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+        with pytest.raises(ZeroDivisionError):
+            case.loss(compiled(batch), batch) / (1 // 0)
+        case.loss(compiled(batch), batch).backward()
+        optimizer.step()
+        in_flight = gathers_in_flight(model)
+        return in_flight, list(model.state_dict().values())
+
+
+def test_an_exception_in_a_step_leaves_a_usable_model(ranks: Pools) -> None:
+    (first, ours), (second, theirs) = ranks(2).run(failing_job)
+    assert first > 0
+    assert second > 0
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a, b)
+
+
+LAST_STEP = """
+    import time, torch, torch.distributed as dist
+    from torch import nn
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = torch.compile(nn.Linear(300, 300), backend="fxcomm", options={"lowering": "eager"})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        if rank == 1 and step == 2:
+            time.sleep(1.5)  # rank 0 is done by the time that rank 1 takes its last step
+        model(torch.full((4, 300), float(rank + step))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ENDING
+    if rank == 1:
+        print("SUM", model.weight.double().sum().item(), flush=True)
+    ENDING_LATE
+"""
+
+
+@pytest.mark.parametrize("destroys", ["early", "late", "never"])
+def test_the_last_step_before_exit_is_applied(tmp_path: Path, destroys: str) -> None:
+    """A rank that leaves, with or without ``destroy_process_group``, has sent what others need."""
+    text = textwrap.dedent(LAST_STEP)
+    destroy = "dist.destroy_process_group()"
+    early = f"if rank == 0: {destroy}" if destroys == "early" else ""
+    text = text.replace("ENDING_LATE", destroy if destroys == "late" else "")
+    script = tmp_path / "script.py"
+    script.write_text(text.replace("ENDING", early))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, "--master-port", "0", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    torch.manual_seed(0)
+    model = nn.Linear(300, 300)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        total = sum(model(torch.full((4, 300), float(r + step))).sum() for r in range(2))
+        (total / 2).backward()
+        optimizer.step()
+    seen = float(done.stdout.split("SUM")[1].split()[0])
+    assert seen == pytest.approx(model.weight.double().sum().item(), rel=1e-5)
