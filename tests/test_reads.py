@@ -62,29 +62,38 @@ def withheld_gathers() -> Iterator[None]:
 
 
 def gathers_in_flight(model: nn.Module) -> int:
+    # Asking the model for its parameters would wait.
+    managed = REGISTRY._by_root[model].parameters
     gathers = REGISTRY.in_flight._gathers
-    return sum(not gather.done for p in _quietly(model) for gather in gathers.get(id(p), ()))
+    return sum(not gather.done for p in managed for gather in gathers.get(id(p.parameter), ()))
 
 
-def _quietly(model: nn.Module) -> list[Tensor]:
-    """The managed parameters, without a read that would wait."""
-    return [p.parameter for m in REGISTRY._by_root.values() for p in m.parameters]
+@dataclass
+class Trainer:
+    """A model in training on one rank, by turns with what a test does to it."""
+
+    model: nn.Module
+    compiled: Any
+    optimizer: torch.optim.Optimizer
+    batch: Tensor
+    loss: Callable[[Tensor, Tensor], Tensor]
+
+    def step(self) -> None:
+        self.loss(self.compiled(self.batch), self.batch).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
-def trained(
-    rank: int, world_size: int, case_name: str, options: dict[str, Any], steps: int = 2
-) -> tuple[nn.Module, Any, Tensor]:
-    """A model some steps on, its compiled wrapper, and the rank's batch."""
+def trainer(rank: int, world_size: int, case_name: str, options: dict[str, Any]) -> Trainer:
+    """Two steps on, with gathers in flight if something holds them."""
     case = ZOO[case_name]
     model = case.model(seed=rank)
-    compiled = torch.compile(model, backend="fxcomm", options=options)
-    optimizer = adamw(compiled.parameters())
+    compiled: Any = torch.compile(model, backend="fxcomm", options=options)
     batch = case.batch(0, ROWS * world_size).chunk(world_size)[rank]
-    for _ in range(steps):
-        case.loss(compiled(batch), batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model, compiled, batch
+    made = Trainer(model, compiled, adamw(compiled.parameters()), batch, case.loss)
+    made.step()
+    made.step()
+    return made
 
 
 # --- each way to read ---
@@ -213,10 +222,10 @@ def read_job(
     after a drain."""
     found = {}
     with withheld_gathers():
+        training = trainer(rank, world_size, case_name, options)
+        model, compiled, batch = training.model, training.compiled, training.batch
         for read in READS:
-            torch._dynamo.reset()
-            REGISTRY.in_flight.watched = True
-            model, compiled, batch = trained(rank, world_size, case_name, options)
+            training.step()
             in_flight = gathers_in_flight(model)
             values = [t.clone() for t in read(model, compiled, batch)]
             fxcomm.synchronize(model)
@@ -237,11 +246,11 @@ def test_reads_wait(ranks: Pools, case: str) -> None:
 
 def read_compiled_job(rank: int, world_size: int) -> tuple[int, float]:
     with withheld_gathers():
-        model, compiled, batch = trained(rank, world_size, "gpt", {"bucket_mb": 0.001})
-        in_flight = gathers_in_flight(model)
-        output = compiled(batch).detach()
-        fxcomm.synchronize(model)
-        return in_flight, (output - model(batch)).abs().max().item()
+        training = trainer(rank, world_size, "gpt", {"bucket_mb": 0.001})
+        in_flight = gathers_in_flight(training.model)
+        output = training.compiled(training.batch).detach()
+        fxcomm.synchronize(training.model)
+        return in_flight, (output - training.model(training.batch)).abs().max().item()
 
 
 def test_inductor_waits(ranks: Pools) -> None:
@@ -255,20 +264,14 @@ def test_inductor_waits(ranks: Pools) -> None:
 
 def held_job(rank: int, world_size: int) -> tuple[bool, bool]:
     with withheld_gathers():
-        case = ZOO["mlp"]
-        model = case.model(seed=rank)
-        held = model.up.weight
-        compiled = torch.compile(model, backend="fxcomm", options=EAGER)
-        optimizer = adamw(compiled.parameters())
-        batch = case.batch(0, ROWS)
-        for _ in range(2):
-            case.loss(compiled(batch), batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        training = trainer(rank, world_size, "mlp", EAGER)
+        layer: Any = training.model.up
+        held = layer.weight
+        training.step()
         early = held.detach().clone()
-        fxcomm.synchronize(model)
+        fxcomm.synchronize(training.model)
         late = held.detach().clone()
-        return torch.equal(early, late), torch.equal(late, model.up.weight.detach())
+        return torch.equal(early, late), torch.equal(late, layer.weight.detach())
 
 
 def test_held_references_need_synchronize(ranks: Pools) -> None:
@@ -372,16 +375,13 @@ def test_inductor_with_withheld_gathers(ranks: Pools) -> None:
 
 def failing_job(rank: int, world_size: int) -> tuple[int, list[Tensor]]:
     """An exception between forward and backward, then training goes on."""
-    case = ZOO["mlp"]
     with withheld_gathers():
-        model, compiled, batch = trained(rank, world_size, "mlp", EAGER)
-        optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+        training = trainer(rank, world_size, "mlp", EAGER)
         with pytest.raises(ZeroDivisionError):
-            case.loss(compiled(batch), batch) / (1 // 0)
-        case.loss(compiled(batch), batch).backward()
-        optimizer.step()
-        in_flight = gathers_in_flight(model)
-        return in_flight, list(model.state_dict().values())
+            training.compiled(training.batch).sum() / (1 // 0)
+        training.step()
+        in_flight = gathers_in_flight(training.model)
+        return in_flight, list(training.model.state_dict().values())
 
 
 def test_an_exception_in_a_step_leaves_a_usable_model(ranks: Pools) -> None:
@@ -401,9 +401,9 @@ LAST_STEP = """
     model = torch.compile(nn.Linear(300, 300), backend="fxcomm", options={"lowering": "eager"})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
-        if rank == 1 and step == 2:
-            time.sleep(1.5)  # rank 0 is done by the time that rank 1 takes its last step
         model(torch.full((4, 300), float(rank + step))).sum().backward()
+        if rank == 1 and step == 2:
+            time.sleep(1.5)  # rank 0 leaves before rank 1 takes its last step
         optimizer.step()
         optimizer.zero_grad()
     ENDING
@@ -424,7 +424,7 @@ def test_the_last_step_before_exit_is_applied(tmp_path: Path, destroys: str) -> 
     script.write_text(text.replace("ENDING", early))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*command, "--master-port", "0", str(script)],
+        [*command, "--standalone", str(script)],
         capture_output=True,
         text=True,
         timeout=120,
