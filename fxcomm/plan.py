@@ -18,6 +18,10 @@ MEGABYTE = 2**20
 
 # DDP's bucket size; the named baseline "bucket-25mb".
 BASELINE_BUCKET_BYTES = 25 * MEGABYTE
+# Enough buckets for their stages to overlap, each large enough to hide what a collective costs
+# besides its bytes: the first and the last bucket of a step are what nothing can hide.
+_BUCKETS_OF_A_STEP = 20
+_LEAST_BUCKET_BYTES = MEGABYTE
 # Four baseline buckets: enough to keep a link busy, and bounded for models of any size.
 BASELINE_IN_FLIGHT_BYTES = 4 * BASELINE_BUCKET_BYTES
 
@@ -156,6 +160,12 @@ def order_of_use(layout: ShardLayout, uses: Sequence[int]) -> tuple[int, ...]:
         return min(places, default=len(uses)), -bucket
 
     return tuple(sorted(range(len(layout.buckets)), key=place))
+
+
+def default_bucket_bytes(total_bytes: int) -> int:
+    """The bucket size for a model of ``total_bytes`` where neither the user nor a search sets it."""
+    wanted = max(_LEAST_BUCKET_BYTES, total_bytes // _BUCKETS_OF_A_STEP)
+    return min(BASELINE_BUCKET_BYTES, wanted)
 
 
 def baseline_plan(

@@ -61,7 +61,9 @@ class Registry:
     def _frame_compiled(self, name: str, passes_on: bool, has_parameters: bool) -> None:
         waits, self._frame_has_waits = self._frame_has_waits, False
         if passes_on or (has_parameters and not waits):
-            self.in_flight.cannot_watch(name)
+            # What the frame can reach is what the model being called holds.
+            callers = compat.modules_on_stack()
+            self.in_flight.cannot_see(name, callers[-1].parameters() if callers else None)
 
     def next_number(self, ranks: Iterable[int]) -> int:
         """A number for a new model on ``ranks``, the same on each of them if they make the same

@@ -384,8 +384,9 @@ class ShardedArena(Arena):
         self._meter.sent(self.communicator.all_gather_bytes(buffer.numel() * buffer.itemsize))
         work = self.communicator.all_gather(buffer, bucket)
         gather = BucketGather(work, elements, buffer, self._meter.waited)
-        if self._deferrable[bucket] and self._in_flight.watched:
-            self._in_flight.started((p.parameter for p in self.members(bucket)), gather)
+        members = [p.parameter for p in self.members(bucket)]
+        if self._deferrable[bucket] and self._in_flight.may_run_on(members):
+            self._in_flight.started(members, gather)
         else:
             self._ending.append(gather)
         return gather

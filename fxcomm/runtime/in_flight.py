@@ -15,6 +15,7 @@ from datetime import timedelta
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fxcomm import compat
 from fxcomm.communicator import Waitable
@@ -63,16 +64,15 @@ class BucketGather(compat.Work):
 
 
 class InFlightParameters:
-    """The gathers that nobody has waited for, by parameter.
-
-    ``watched`` says whether every read of a parameter can be seen; where it cannot, gathers must
-    end in the step that starts them.
-    """
+    """The gathers that nobody has waited for, by parameter, and the parameters for which no gather
+    may run on beyond its step, since not every read of them can be made to wait."""
 
     def __init__(self) -> None:
         self._gathers: dict[int, list[BucketGather]] = {}
         self._parameters: dict[int, torch.Tensor] = {}
-        self.watched = True
+        self._unseen = WeakIdKeyDictionary()
+        self._anything_unseen: str | None = None
+        self._told: set[str] = set()
 
     def started(self, parameters: Iterable[torch.Tensor], gather: BucketGather) -> None:
         """Makes reads of ``parameters`` wait for ``gather``."""
@@ -98,19 +98,30 @@ class InFlightParameters:
         """Waits for everything."""
         self.finish(list(self._parameters.values()))
 
-    def cannot_watch(self, where: str) -> None:
-        """Code ``where`` gets parameters without a module's knowledge: from now on gathers end in
-        the step that starts them."""
+    def cannot_see(self, where: str, parameters: Iterable[torch.Tensor] | None) -> None:
+        """Code ``where`` gets ``parameters`` (None: it may be any) without asking a module: from now
+        on their gathers end in the step that starts them."""
         self.finish_all()
-        if self.watched:
-            self.watched = False
+        if parameters is None:
+            self._anything_unseen = where
+            return
+        for parameter in parameters:
+            self._unseen[parameter] = where
+
+    def may_run_on(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether a gather into ``parameters`` may run on beyond its step."""
+        reasons = (self._anything_unseen or self._unseen.get(p) for p in parameters)
+        reason = next((r for r in reasons if r is not None), None)
+        if reason is not None and reason not in self._told:
+            self._told.add(reason)
             _log.warning(
                 "%s reads parameters where fxcomm cannot make it wait for their new values: it is "
-                "compiled by another backend, or passes a parameter on over a graph break. From "
-                "now on every optimizer.step() waits for all of its communication. To hide it "
-                "again, compile that code with fxcomm, or let it take parameters from a module.",
-                where,
+                "compiled by another backend, or passes a parameter on over a graph break. "
+                "optimizer.step() therefore waits for their communication. To hide it, compile "
+                "that code with fxcomm, or let it take parameters from a module.",
+                reason,
             )
+        return reason is None
 
 
 def seen_parameters(root: nn.Module) -> set[int]:

@@ -29,6 +29,7 @@ from fxcomm.plan import (
     ObservedBackward,
     OverlapPlan,
     baseline_plan,
+    default_bucket_bytes,
 )
 from fxcomm.runtime.agreement import Agreement
 from fxcomm.runtime.arena import (
@@ -614,13 +615,18 @@ class ManagedModel:
             observed,
             [place[i] for i in self._uses if i in place],
             world_size=self.environment.world_size,
-            bucket_bytes=_megabytes(self.options.bucket_mb),
+            bucket_bytes=self._bucket_bytes(chosen),
             in_flight_bytes=self._in_flight_bytes(),
             split=self.sharded,
             commshift=self.sharded and self.options.commshift,
         )
         text = self.environment.agreement.from_rank_zero(self.topic("the plan"), plan.to_json())
         return OverlapPlan.from_json(text)
+
+    def _bucket_bytes(self, chosen: Sequence[ManagedParameter]) -> int | None:
+        if self.options.bucket_mb is not None or self.options.plan != "auto":
+            return _megabytes(self.options.bucket_mb)
+        return default_bucket_bytes(sum(p.spec.numel * p.spec.itemsize for p in chosen))
 
     def _in_flight_bytes(self) -> int | None:
         if self.options.in_flight_mb is not None:
