@@ -150,8 +150,8 @@ def launch_runs(count: int, observed: ObservedBackward) -> tuple[list[list[int]]
 
 def order_of_use(layout: ShardLayout, uses: Sequence[int]) -> tuple[int, ...]:
     """Buckets by the first use of any of their parameters in a forward that uses parameters
-    (indices) in the order ``uses``; those that it does not use come last, in reverse order of
-    their numbers, which is roughly the order of a forward."""
+    (indices in the layout) in the order ``uses``; those that it does not use come last, in reverse
+    order of their numbers, which is roughly the order of a forward."""
     first = {parameter: place for place, parameter in reversed(list(enumerate(uses)))}
 
     def place(bucket: int) -> tuple[int, int]:
@@ -163,7 +163,7 @@ def order_of_use(layout: ShardLayout, uses: Sequence[int]) -> tuple[int, ...]:
 
 
 def default_bucket_bytes(total_bytes: int) -> int:
-    """The bucket size for a model of ``total_bytes`` where neither the user nor a search sets it."""
+    """The bucket size for ``total_bytes`` of parameters, where neither user nor search sets it."""
     wanted = max(_LEAST_BUCKET_BYTES, total_bytes // _BUCKETS_OF_A_STEP)
     return min(BASELINE_BUCKET_BYTES, wanted)
 
@@ -193,6 +193,7 @@ def baseline_plan(
         split=split,
     )
     late = {parameters[p].name for p in rest}
+    slots = {spec.name: slot for slot, spec in enumerate(layout.parameters)}
     return OverlapPlan(
         name="bucket-25mb" if bucket_bytes is None else f"bucket-{bucket_bytes}b",
         layout=layout,
@@ -201,6 +202,6 @@ def baseline_plan(
             for bucket in layout.buckets
         ),
         in_flight_bytes=in_flight_bytes,
-        gather_order=order_of_use(layout, uses),
+        gather_order=order_of_use(layout, [slots[parameters[p].name] for p in uses]),
         commshift=commshift,
     )

@@ -199,6 +199,23 @@ def test_order_of_use() -> None:
     assert order_of_use(layout, []) == (3, 2, 1, 0)
 
 
+def test_gathers_follow_the_use_of_parameters_not_their_production() -> None:
+    """Registration a, b, c; production c, a, b; use b, c, a: three orders, none like another."""
+    plan = baseline_plan(
+        [spec("a", 64), spec("b", 64), spec("c", 64)],
+        observed((0, (2, 0, 1))),
+        [1, 2, 0],
+        world_size=1,
+        bucket_bytes=256,
+        in_flight_bytes=None,
+        split=True,
+        commshift=True,
+    )
+    names = [plan.layout.parameters[b.segments[0].parameter].name for b in plan.layout.buckets]
+    assert names == ["c", "a", "b"]
+    assert [names[b] for b in plan.gather_order] == ["b", "c", "a"]
+
+
 def test_cut_parameters_count_in_each_of_their_buckets() -> None:
     layout = build_layout(
         [[spec("a", 64), spec("large", 1000)]], world_size=1, bucket_bytes=1024, split=True

@@ -99,8 +99,8 @@ class InFlightParameters:
         self.finish(list(self._parameters.values()))
 
     def cannot_see(self, where: str, parameters: Iterable[torch.Tensor] | None) -> None:
-        """Code ``where`` gets ``parameters`` (None: it may be any) without asking a module: from now
-        on their gathers end in the step that starts them."""
+        """Code ``where`` gets ``parameters`` (None: it may be any) without asking a module: from
+        now on their gathers end in the step that starts them."""
         self.finish_all()
         if parameters is None:
             self._anything_unseen = where
