@@ -53,9 +53,9 @@ class OverlapPlan:
     backward has ended. ``in_flight_bytes`` bounds the memory of collectives in flight (None: no
     bound).
 
-    In the optimizer's step buckets are updated in the order of their numbers, each as soon as it is
-    reduced, and gathered in ``gather_order``, each as soon as it and those ahead of it are updated.
-    With ``commshift`` the gathers run on into the next forward; else the step waits for them.
+    In the optimizer's step buckets are updated and gathered in ``gather_order``: the first gather
+    starts when its own bucket is updated, not when all are. With ``commshift`` the gathers run on
+    into the next forward; else the step waits for them.
     """
 
     name: str

@@ -20,7 +20,7 @@ from fxcomm.layout import Segment
 from fxcomm.passes.reduce import BucketTask, Piece
 from fxcomm.passes.stamp import BucketKey
 from fxcomm.plan import OverlapPlan
-from fxcomm.runtime.in_flight import BucketGather, GatherQueue, InFlightParameters
+from fxcomm.runtime.in_flight import BucketGather, InFlightParameters
 from fxcomm.runtime.parameters import ManagedParameter
 from fxcomm.runtime.statistics import StepMeter
 
@@ -262,7 +262,8 @@ class ShardedArena(Arena):
             for segment in self.plan.layout.shard_segments(bucket, rank):
                 self._own(bucket, shard, segment)
         self._own_empty()
-        self._ending: list[BucketGather] = []
+        self._gathers: list[BucketGather] = []  # of this step
+        self._ending: list[BucketGather] = []  # those of them that must end in it
         self.share_reads(InFlightParameters(), ())
 
     def _own_empty(self) -> None:
@@ -366,30 +367,34 @@ class ShardedArena(Arena):
             for bucket in range(self.bucket_count)
         ]
 
-    def new_gathers(self) -> GatherQueue:
-        """The gathers of a step, which is about to update the parameters."""
-        self.finish_gathers()
-        limit = self.plan.in_flight_bytes
-        order = self.plan.gather_order
-        return GatherQueue(order, limit, self._start_gather, self._extra_bytes)
-
-    def _extra_bytes(self, bucket: int) -> int:
+    def start_gather(self, bucket: int) -> None:
+        """Brings the updated elements of every rank's shard to all, which need not end before a
+        first use of them. All ranks start gathers in the plan's order."""
         elements = self.buckets[bucket]
         dtype = self.gather_dtype(elements.dtype)
-        return 0 if dtype == elements.dtype else elements.numel() * dtype.itemsize
-
-    def _start_gather(self, bucket: int) -> BucketGather:
-        elements = self.buckets[bucket]
-        buffer = elements.to(self.gather_dtype(elements.dtype))
+        if dtype != elements.dtype:
+            self._make_room(elements.numel() * dtype.itemsize)
+        buffer = elements.to(dtype)
         self._meter.sent(self.communicator.all_gather_bytes(buffer.numel() * buffer.itemsize))
         work = self.communicator.all_gather(buffer, bucket)
         gather = BucketGather(work, elements, buffer, self._meter.waited)
+        self._gathers.append(gather)
         members = [p.parameter for p in self.members(bucket)]
         if self._deferrable[bucket] and self._in_flight.may_run_on(members):
             self._in_flight.started(members, gather)
         else:
             self._ending.append(gather)
-        return gather
+
+    def _make_room(self, nbytes: int) -> None:
+        """Waits for the oldest gathers while one of ``nbytes`` more would exceed the limit."""
+        limit = self.plan.in_flight_bytes
+        pending = [gather for gather in self._gathers if not gather.done]
+        held = sum(gather.extra_bytes for gather in pending)
+        for gather in pending:
+            if limit is None or held + nbytes <= limit:
+                return
+            gather.wait()
+            held -= gather.extra_bytes
 
     def end_step(self) -> None:
         """Waits for the gathers that may not run on."""
@@ -400,6 +405,7 @@ class ShardedArena(Arena):
         """Waits for all gathers in flight."""
         self.end_step()
         self._in_flight.finish(p.parameter for p in self.parameters)
+        self._gathers.clear()
 
     def gather_whole(
         self, parameter: ManagedParameter, pieces: Sequence[torch.Tensor], dtype: torch.dtype

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 
 import torch
@@ -27,7 +27,8 @@ class BucketGather(compat.Work):
     """The gather of one bucket. It is done once, by whoever waits first.
 
     ``elements`` is the bucket; ``buffer`` what the communicator fills, another tensor if parameters
-    travel in another dtype. ``waited`` is told the seconds that a wait took.
+    travel in another dtype; ``extra_bytes`` is its size then. ``waited`` is told the seconds that a
+    wait took.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class BucketGather(compat.Work):
     ) -> None:
         super().__init__()
         self._pending: tuple[Waitable, torch.Tensor, torch.Tensor] | None = (work, elements, buffer)
+        self.extra_bytes = 0 if buffer is elements else buffer.numel() * buffer.itemsize
         self._waited = waited
         self._lock = threading.Lock()  # data loaders may read parameters in threads of their own
 
@@ -149,43 +151,3 @@ def _tensors_in(value: object) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple, set, frozenset)):
         for item in value:
             yield from _tensors_in(item)
-
-
-class GatherQueue:
-    """Starts the gathers of one arena in the plan's order, each when its bucket and all those ahead
-    of it are updated, and waits for the oldest while too much extra memory is in flight."""
-
-    def __init__(
-        self,
-        order: Sequence[int],
-        limit_bytes: int | None,
-        start: Callable[[int], BucketGather],
-        extra_bytes: Callable[[int], int],
-    ) -> None:
-        self._order = order
-        self._extra_bytes = extra_bytes
-        self._limit = limit_bytes
-        self._start = start
-        self._updated: set[int] = set()
-        self._next = 0
-        self._started: list[tuple[int, BucketGather]] = []
-
-    def updated(self, bucket: int) -> None:
-        """Bucket ``bucket`` has its new values on their owners."""
-        self._updated.add(bucket)
-        while self._next < len(self._order) and self._order[self._next] in self._updated:
-            bucket = self._order[self._next]
-            self._make_room(self._extra_bytes(bucket))
-            self._started.append((bucket, self._start(bucket)))
-            self._next += 1
-
-    def _make_room(self, nbytes: int) -> None:
-        if self._limit is None or not nbytes:
-            return
-        pending = [(self._extra_bytes(b), g) for b, g in self._started if not g.done]
-        held = sum(size for size, _ in pending)
-        for size, gather in pending:
-            if held + nbytes <= self._limit:
-                return
-            gather.wait()
-            held -= size

@@ -21,7 +21,6 @@ from fxcomm import compat
 from fxcomm.errors import FxcommError
 from fxcomm.runtime.arena import OwnedSegment, ShardedArena, accumulation_dtype
 from fxcomm.runtime.gradient import ShardedGradient
-from fxcomm.runtime.in_flight import GatherQueue
 from fxcomm.runtime.model import ManagedModel
 from fxcomm.runtime.parameters import ManagedParameter
 from fxcomm.runtime.probe import twin
@@ -139,7 +138,6 @@ class AdoptedOptimizer:
         parameters that it holds stay as they are. State that it already has is cut to shards;
         ``previous`` is its earlier adoption, with fewer parameters."""
         self.twin = self._stand_in = twin(optimizer)
-        self._queues: dict[ShardedArena, GatherQueue] = {}
         self._managed = dict(managed)
         self._signature = signature(optimizer)
         self._incoming: dict[str, Any] | None = None
@@ -162,13 +160,13 @@ class AdoptedOptimizer:
         return [parameter] if shards is None else [shard.tensor for shard in shards]
 
     def _by_bucket(self, optimizer: torch.optim.Optimizer) -> list[BucketUpdate]:
-        """An update for each bucket of each arena, in the order in which they are reduced."""
+        """An update for each bucket of each arena, in the plan's order."""
         arenas = dict.fromkeys(cast(ShardedArena, p.arena) for _, p in self._managed.values())
         owner = {p.arena: model for model, p in self._managed.values()}
         updates = {
             (arena, bucket): BucketUpdate(owner[arena], arena, bucket, twin(optimizer))
             for arena in arenas
-            for bucket in range(arena.bucket_count)
+            for bucket in arena.plan.gather_order
         }
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
@@ -216,7 +214,6 @@ class AdoptedOptimizer:
         self._copy_settings(optimizer)
         for _, p in self._managed.values():
             p.keep_bound()
-        self._queues = {update.arena: update.arena.new_gathers() for update in self._buckets}
         self._stand_in = self.twin
         if alone and _updates_parameters_one_by_one(optimizer) and self._settle_presence():
             self._update_buckets(optimizer)
@@ -238,7 +235,7 @@ class AdoptedOptimizer:
         for update in self._buckets:
             update.model.settle_bucket(update.arena, update.bucket)
             update.run(optimizer, settings)
-            self._queues[update.arena].updated(update.bucket)
+            update.arena.start_gather(update.bucket)
         for model in self.models:
             model.finish()
 
@@ -277,9 +274,8 @@ class AdoptedOptimizer:
         step changed in the user's groups."""
         if self._stand_in is self.twin:
             self._finish_whole_step(optimizer)
-        for arena in self._queues:
-            arena.end_step()
-        self._queues = {}
+        for update in self._buckets:
+            update.arena.end_step()
         for _, p in self._managed.values():
             # What an in-place update of the parameter would do: a graph that saved the old value
             # must refuse to run backward.
@@ -296,7 +292,7 @@ class AdoptedOptimizer:
             if name not in ("param_groups", "state") and not name.startswith("_optimizer_"):
                 optimizer.__dict__[name] = value
         for update in self._buckets:
-            self._queues[update.arena].updated(update.bucket)
+            update.arena.start_gather(update.bucket)
 
     # --- state ---
 
