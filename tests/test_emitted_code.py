@@ -259,3 +259,51 @@ def test_memory_in_flight_is_left_alone(program: Emitted) -> None:
     for result, operand in in_flight.items():
         assert result in returned
         assert operand in returned
+
+
+# --- the forward, whose waits let gathers run on into it ---
+
+
+@dataclass(frozen=True)
+class ForwardCode:
+    """The lines of an emitted forward, and the inputs that it waits for with their places."""
+
+    lines: tuple[str, ...]
+    waits: dict[str, int]
+
+    def first_use(self, name: str) -> int:
+        """The first line that hands ``name`` to a kernel."""
+        used = re.compile(rf"\(.*\b{name}\b")
+        return next(
+            i
+            for i, line in enumerate(self.lines)
+            if used.search(line) and not line.startswith("assert") and not _WAIT.search(line)
+        )
+
+
+def forward_code(code: str) -> ForwardCode:
+    lines = tuple(event.line for event in events_of(code))
+    found = ((i, _WAIT.search(line)) for i, line in enumerate(lines))
+    return ForwardCode(lines, {match[1]: i for i, match in found if match})
+
+
+@pytest.fixture(scope="module", params=["layers", "gpt"])
+def forward(request: pytest.FixtureRequest, as_fake_rank: AsFakeRank) -> ForwardCode:  # noqa: F811
+    codes, _ = as_fake_rank(1, WORLD, emitting_job, request.param, {"bucket_mb": GPT_MB})
+    events = {code: [event.kind for event in events_of(code)] for code in codes}
+    (code,) = [c for c, kinds in events.items() if "wait" in kinds and "launch" not in kinds]
+    return forward_code(code)
+
+
+def test_a_forward_waits_for_each_parameter_before_it_uses_it(forward: ForwardCode) -> None:
+    assert len(forward.waits) >= 12
+    for name, place in forward.waits.items():
+        assert place < forward.first_use(name), f"{name} is used before its wait"
+
+
+def test_a_forward_waits_late(forward: ForwardCode) -> None:
+    """A wait stands less than a layer ahead of its use, not at the head of the forward."""
+    kernels = [i for i, line in enumerate(forward.lines) if "kernel" in line or "extern" in line]
+    for name, place in forward.waits.items():
+        between = [i for i in kernels if place < i < forward.first_use(name)]
+        assert len(between) <= 2, f"{name} is waited for {len(between)} kernels ahead of its use"

@@ -347,6 +347,29 @@ def test_a_model_of_which_nothing_is_compiled_is_refused(ranks: Pools) -> None:
         assert "graph_breaks" in message
 
 
+# --- code that another backend compiled ---
+
+
+def other_backend_job(rank: int, world_size: int) -> tuple[int, int, int]:
+    """Gathers in flight after a step: before anything else was compiled, after a strange model was
+    by another backend, and after this one was."""
+    with withheld_gathers():
+        training = trainer(rank, world_size, "mlp", EAGER)
+        found = [gathers_in_flight(training.model)]
+        for model in (nn.Linear(13, 2).double(), training.model):
+            torch.compile(model, backend="aot_eager")(training.batch)
+            training.step()
+            found.append(gathers_in_flight(training.model))
+    return found[0], found[1], found[2]
+
+
+def test_only_what_another_backend_reads_is_gathered_inside_the_step(ranks: Pools) -> None:
+    for before, stranger, same in ranks(2).run(other_backend_job):
+        assert before > 0
+        assert stranger == before
+        assert same == 0
+
+
 # --- whole runs ---
 
 
