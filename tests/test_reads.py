@@ -379,11 +379,21 @@ def withheld_training_job(rank: int, world_size: int, *args: Any) -> Any:
 
 
 @pytest.mark.parametrize("case", ["broken", "gpt", "mlp", "partly_used", "reused", "conv"])
-@pytest.mark.parametrize("extra", [{}, {"commshift": False}, {"gather_dtype": "float64"}])
+@pytest.mark.parametrize("extra", [{}, {"commshift": False}, {"in_flight_mb": 0.001}])
 def test_training_with_withheld_gathers(ranks: Pools, case: str, extra: dict[str, Any]) -> None:
     expected = train_alone(2, case)
     for actual in ranks(2).run(withheld_training_job, case, {**EAGER, **extra}):
         assert_equal_training(actual, expected)
+
+
+@pytest.mark.parametrize("limit", [{}, {"in_flight_mb": 1e-6}, {"in_flight_mb": 0.002}])
+def test_gathers_in_another_dtype(ranks: Pools, limit: dict[str, Any]) -> None:
+    """They travel in buffers of their own, which are limited; running on changes no bit."""
+    options = {**EAGER, "gather_dtype": "float32"}
+    still = ranks(2).run(withheld_training_job, "gpt", {**options, "commshift": False})
+    shifted = ranks(2).run(withheld_training_job, "gpt", {**options, **limit})
+    for a, b in zip(shifted, still, strict=True):
+        assert_equal_training(a, b, rtol=0.0)
 
 
 def test_inductor_with_withheld_gathers(ranks: Pools) -> None:
