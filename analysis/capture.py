@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx
 
+from fxcomm import compat
 from fxcomm.analysis.dependencies import use_order
 from fxcomm.analysis.gradients import output_values
 from fxcomm.analysis.step_graph import (
@@ -51,12 +52,6 @@ _aten = torch.ops.aten
 
 # Their result shares memory with their operand though the schema does not say so.
 _UNDECLARED_VIEWS = {operator.getitem, _aten._unsafe_view.default}
-
-# They share memory with their operand or copy it, whichever its strides ask for.
-_VIEW_OR_COPY = {
-    *(_aten.reshape, _aten.reshape_as, _aten.contiguous, _aten.flatten, _aten.ravel),
-    *(_aten.to, _aten.type_as),
-}
 
 # They look at their operand's shape, dtype or place, never at its elements.
 _METADATA_ONLY = {
@@ -231,27 +226,14 @@ def _access(node: torch.fx.Node) -> _Access:
     packet = getattr(target, "overloadpacket", None)
     if packet in _METADATA_ONLY:
         return _Access()
-    if packet in _VIEW_OR_COPY:
+    if compat.may_copy(node):
         return _Access(read=operands, shared=operands)
-    if target in _UNDECLARED_VIEWS or getattr(target, "is_view", False):
+    if target in _UNDECLARED_VIEWS or compat.is_view(node):
         return _Access(shared=operands)
-    written = _written_operands(node)
+    written = compat.written_operands(node)
     # A copy overwrites its destination unseen; anything else in place may look at it first.
     unread = written if packet is _aten.copy_ else ()
     return _Access([n for n in operands if n not in unread], written, written)
-
-
-def _written_operands(node: torch.fx.Node) -> list[torch.fx.Node]:
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return []
-    written = []
-    for index, argument in enumerate(target._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
-            members = given if isinstance(given, list | tuple) else [given]
-            written += [member for member in members if isinstance(member, torch.fx.Node)]
-    return written
 
 
 def _shared(

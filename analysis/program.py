@@ -23,6 +23,7 @@ from typing import TypeAlias
 import torch
 import torch.fx
 
+from fxcomm import compat
 from fxcomm.analysis.gradients import output_values
 from fxcomm.layout import ShardLayout
 from fxcomm.passes.stamp import BucketKey, Stamp, stamp_of
@@ -32,16 +33,6 @@ REDUCE = "reduce"
 GATHER = "gather"
 
 _NOTHING: frozenset[str] = frozenset()
-
-# Operators that return a view where they can and else a copy.
-_MAY_COPY = frozenset(
-    {
-        torch.ops.aten.reshape.default,
-        torch.ops.aten.contiguous.default,
-        torch.ops.aten.flatten.using_ints,
-        torch.ops.aten._unsafe_view.default,
-    }
-)
 
 
 @dataclass(frozen=True, order=True)
@@ -207,7 +198,7 @@ class _Aliases:
         if not _may_alias(node):
             return _Memory(storages=self._own(node))
         behind = self.of_inputs(node)
-        copies = self._own(node) if node.target in _MAY_COPY else _NOTHING
+        copies = self._own(node) if _may_copy(node) else _NOTHING
         return _Memory(behind.parameters, behind.storages | copies)
 
     def written(self, node: torch.fx.Node) -> frozenset[str]:
@@ -218,7 +209,7 @@ class _Aliases:
         if _writes_in_place(node):
             targets.append(node.args[0])
         storages = [self.of(t).storages for t in targets if isinstance(t, torch.fx.Node)]
-        fresh = not _may_alias(node) or node.target in _MAY_COPY
+        fresh = not _may_alias(node) or _may_copy(node)
         return (self._own(node) if fresh else _NOTHING).union(*storages)
 
     def _own(self, node: torch.fx.Node) -> frozenset[str]:
@@ -243,18 +234,19 @@ def _may_alias(node: torch.fx.Node) -> bool:
         return False
     if getattr(node.target, "__name__", "") == "getitem" or _is_wait(node):
         return True
-    is_view = node.target in _MAY_COPY or getattr(node.target, "is_view", False)
-    return bool(is_view) or _writes_in_place(node)
+    return compat.is_view(node) or _may_copy(node) or _writes_in_place(node)
+
+
+def _may_copy(node: torch.fx.Node) -> bool:
+    return compat.may_copy(node) or node.target is torch.ops.aten._unsafe_view.default
 
 
 def _is_view(node: torch.fx.Node) -> bool:
-    return _may_alias(node) and node.target not in _MAY_COPY and not _writes_in_place(node)
+    return _may_alias(node) and not _may_copy(node) and not _writes_in_place(node)
 
 
 def _writes_in_place(node: torch.fx.Node) -> bool:
-    # aten names an operator that writes its first argument with an underscore at the end.
-    parts = _name_of(node).split(".")
-    return len(parts) == 3 and parts[1].endswith("_") and not parts[1].endswith("__")
+    return bool(compat.written_operands(node))
 
 
 def _parameters_at(

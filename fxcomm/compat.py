@@ -232,12 +232,33 @@ def plain_inputs(gm: torch.fx.GraphModule) -> dict[int, int]:
 
 
 def is_view(node: torch.fx.Node) -> bool:
-    """Whether a node only looks at its input's memory in another way, and never copies."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or not target.is_view:
-        return False
-    # reshape, contiguous and their like are views or copies, as it comes.
-    return not target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+    """Whether a node only looks at its operand's memory in another way, and never copies."""
+    return _declares_view(node) and not may_copy(node)
+
+
+def may_copy(node: torch.fx.Node) -> bool:
+    """Whether a node gives a view of its operand or a copy, whichever its strides ask for, as
+    ``reshape`` and ``contiguous`` do."""
+    return _declares_view(node) and cast(Any, node.target).has_kernel_for_dispatch_key(
+        torch._C.DispatchKey.CompositeImplicitAutograd
+    )
+
+
+def _declares_view(node: torch.fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and bool(node.target.is_view)
+
+
+def written_operands(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """The operands that a node writes in place, by its operator's schema."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    written = []
+    for index, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+            members = given if isinstance(given, list | tuple) else [given]
+            written += [member for member in members if isinstance(member, torch.fx.Node)]
+    return written
 
 
 def guard_identity(gm: torch.fx.GraphModule, inputs: Collection[int]) -> None:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from fractions import Fraction
 from itertools import pairwise
-from types import FrameType
-from typing import Any
 
 import networkx as nx
 import pytest
@@ -41,6 +37,7 @@ from fxcomm.analysis.step_graph import (
     Why,
 )
 from fxcomm.layout import ParameterSpec, ShardLayout, build_layout
+from tests.line_count import lines_run
 from tests.test_step_graph import PARAMETERS, closure, edge, on_many_graphs, step_graphs
 
 FORWARD, BACKWARD = Phase(PhaseKind.FORWARD), Phase(PhaseKind.BACKWARD)
@@ -397,32 +394,14 @@ def ask_everything(step: StepGraph, layout: ShardLayout, clip: bool, rate: float
         question(full)
 
 
-def counted_lines(run: Callable[[], None]) -> int:
-    """How many Python lines ``run`` executes, in whatever module: its basic steps."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal count
-        count += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        run()
-    finally:
-        sys.settrace(before)
-    return count
-
-
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("rate", [1e-7, 3e-6, 1e-4])
 def test_work_grows_with_the_graph_and_not_faster(clip: bool, rate: float) -> None:
     small, large = layered_step(12), layered_step(120)
     assert len(large[0].operations) == 10 * len(small[0].operations)
     assert len(large[1].buckets) == 10 * len(small[1].buckets) == 120
-    few = counted_lines(lambda: ask_everything(*small, clip, rate))
-    many = counted_lines(lambda: ask_everything(*large, clip, rate))
+    few = lines_run(lambda: ask_everything(*small, clip, rate))
+    many = lines_run(lambda: ask_everything(*large, clip, rate))
     assert many <= 12 * few
 
 

@@ -54,12 +54,17 @@ def first_backward_job(rank: int, world_size: int, system: str) -> int:
     return _peak_over(loss.backward)
 
 
-def test_first_step_needs_no_more_than_ddp(ranks: Callable[[int], Ranks]) -> None:
+def _in_fresh_processes(system: str) -> list[int]:
+    """What earlier tests left in a process's heap would be measured as well."""
+    ranks = Ranks(2)
+    try:
+        return ranks.run(first_backward_job, system)
+    finally:
+        ranks.stop()
+
+
+def test_first_step_needs_no_more_than_ddp() -> None:
     """The graphs run as captured and gradients are reduced one by one, without buckets."""
     # DDP's buckets exist before backward; only its gradients come on top.
-    for ours, ddp in zip(
-        ranks(2).run(first_backward_job, "fxcomm"),
-        ranks(2).run(first_backward_job, "ddp"),
-        strict=True,
-    ):
-        assert ours < ddp + PARAMETER_BYTES
+    for ours, ddp in zip(_in_fresh_processes("fxcomm"), _in_fresh_processes("ddp"), strict=True):
+        assert ours < ddp + PARAMETER_BYTES / 2

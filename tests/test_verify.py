@@ -4,10 +4,8 @@ bucket and place."""
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -38,6 +36,7 @@ from fxcomm.errors import FxcommError
 from fxcomm.layout import ParameterSpec, build_layout
 from fxcomm.passes.stamp import BucketKey, stamp_of
 from fxcomm.plan import OverlapPlan
+from tests.line_count import lines_run
 from tests.test_program import MODELS, Situation, captured, plan_of
 
 Key = tuple[int, int, BucketKey, str]
@@ -1112,26 +1111,6 @@ def chain_program(layers: int, rank: int = 0) -> Program:
     )
 
 
-def lines_run(call: Callable[[], object]) -> int:
-    """Lines of the verifier that ``call`` runs: a clock that always shows the same time."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal count
-        if frame.f_code.co_filename != verifier.__file__:
-            return None
-        count += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-    return count
-
-
 @pytest.mark.parametrize("broken", [False, True])
 def test_verify_takes_linear_time(broken: bool) -> None:
     """Lines per action do not grow with the program, also where everything is wrong."""
@@ -1142,7 +1121,9 @@ def test_verify_takes_linear_time(broken: bool) -> None:
             kept = tuple(a for a in program.actions if not isinstance(a, Wait))
             program = replace(program, actions=kept[::-1])
         ranks = [program, replace(program, rank=1)]
-        lines = lines_run(lambda ranks=ranks: verify(ranks, in_flight_bytes=10**9))
+        lines = lines_run(
+            lambda ranks=ranks: verify(ranks, in_flight_bytes=10**9), verifier.__file__
+        )
         costs.append(lines / len(program.actions))
     assert costs[0] > 0
     assert costs[2] < 1.05 * costs[0]
