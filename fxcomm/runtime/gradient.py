@@ -8,6 +8,7 @@ sees a partial value.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -48,17 +49,22 @@ _IN_PLACE_FOREACH: frozenset[Any] = frozenset(
         _aten._foreach_zero_.default,
     }
 )
+_SCALE: frozenset[Any] = frozenset({_aten.mul_.Tensor, _aten._foreach_mul_.Tensor})
 _ADD: frozenset[Any] = frozenset({_aten.add_.Tensor, _aten.add.Tensor})
 
 
 class ShardedGradient(torch.Tensor):
-    """See the module's docstring. ``reduced`` says whether the shards hold a mean gradient;
-    ``unsynced`` is this rank's own gradient from backwards under ``no_sync``, of the parameter's
-    shape, until the next synchronised backward."""
+    """See the module's docstring. ``reduced`` says whether the shards hold a mean gradient, which
+    is yet to be multiplied by ``factors`` (tensors without dimensions): the update does it on the
+    way. ``applied`` says that the backward updated with it already: it may be read, and no longer
+    be changed. ``unsynced`` is this rank's own gradient from backwards under ``no_sync``, of the
+    parameter's shape, until the next synchronised backward."""
 
     managed: ManagedParameter
     model: ManagedModel
     reduced: bool
+    factors: tuple[torch.Tensor, ...]
+    applied: bool
     unsynced: torch.Tensor | None
 
     @staticmethod
@@ -66,6 +72,7 @@ class ShardedGradient(torch.Tensor):
         """A gradient for ``managed``, whose shards ``model`` keeps."""
         self = compat.wrapper_like(cls, managed.parameter)
         self.managed, self.model, self.reduced, self.unsynced = managed, model, False, None
+        self.factors, self.applied = (), False
         return self
 
     def __init__(self, model: ManagedModel, managed: ManagedParameter) -> None:
@@ -100,6 +107,9 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         gradient = cast(ShardedGradient, first)
         gradient.model.contribute_from_outside(gradient.managed, args[1])
         return gradient
+    if func in _SCALE and _is_factor(args[1], kwargs):
+        _scale(first if isinstance(first, list) else [first], args[1])
+        return first if func is _aten.mul_.Tensor else None
     if func in _IN_PLACE and _others_are_scalars(args[1:], kwargs):
         _each_shard(func, [first], args[1:], kwargs)
         return first
@@ -137,6 +147,39 @@ def _others_are_scalars(others: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     )
 
 
+def _is_factor(other: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether gradients may be multiplied by ``other`` later."""
+    return (
+        isinstance(other, torch.Tensor)
+        and not isinstance(other, ShardedGradient)
+        and not other.dim()
+        and other.is_floating_point()
+        and not kwargs
+    )
+
+
+def _scale(gradients: Sequence[Any], factor: torch.Tensor) -> None:
+    """Multiplies gradients; the sharded ones when they are used, all at once with what else is
+    done to them (clipping by norm and unscaling pass over no element)."""
+    _refuse_applied(gradients)
+    for gradient in gradients:
+        if isinstance(gradient, ShardedGradient):
+            gradient.model.scale_gradient(gradient.managed, factor)
+        else:
+            gradient.mul_(factor)
+
+
+def _refuse_applied(gradients: Sequence[Any]) -> None:
+    """Raises for a change of gradients that comes too late."""
+    for gradient in gradients:
+        if isinstance(gradient, ShardedGradient) and gradient.applied:
+            raise ShardedGradientError(
+                f"the gradient of {gradient.managed.name!r} was changed after the backward had "
+                "updated with it. Clipping, unscaling and other changes between backward and "
+                'step() need options={"update": "at_step"}.'
+            )
+
+
 def _each_shard(
     func: Callable[..., Any],
     gradients: Sequence[Any],
@@ -145,6 +188,7 @@ def _each_shard(
 ) -> None:
     """Calls the in-place ``func`` on this rank's elements of each gradient."""
     foreach = func in _IN_PLACE_FOREACH
+    _refuse_applied(gradients)
     zeroing = func in (_aten.zero_.default, _aten._foreach_zero_.default)
     shards: list[torch.Tensor] = []
     for gradient in gradients:
@@ -178,20 +222,23 @@ def _unscale(
     found_inf: torch.Tensor,
     inverse_scale: torch.Tensor,
 ) -> None:
-    """``GradScaler``: unscales the shards; what one rank finds not finite, all ranks know."""
-    shards: list[torch.Tensor] = []
+    """``GradScaler``: unscales gradients, and finds out whether all are finite. What one rank finds
+    not finite, all ranks know."""
+    shards: dict[torch.dtype, list[torch.Tensor]] = {}
+    plain = [g for g in gradients if not isinstance(g, ShardedGradient)]
+    if plain:
+        func(plain, found_inf, inverse_scale)
     for gradient in gradients:
         if isinstance(gradient, ShardedGradient):
-            shards += gradient.model.gradient_shards(gradient.managed)
-        else:
-            shards.append(gradient)
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for shard in shards:
-        by_dtype.setdefault(shard.dtype, []).append(shard)
-    for group in by_dtype.values():
-        func(group, found_inf, inverse_scale)
+            for part in gradient.model.gradient_shards(gradient.managed):
+                if part.numel():
+                    shards.setdefault(part.dtype, []).append(part)
+    for group in shards.values():
+        # The largest magnitude is finite if all are; reading is half of unscaling in place.
+        for largest in torch._foreach_norm(group, math.inf):
+            found_inf.masked_fill_(~largest.isfinite(), 1.0)
+    _scale([g for g in gradients if isinstance(g, ShardedGradient)], inverse_scale.view(()))
     for model in _models(gradients):
-        model.note_write()
         model.agree_on_maximum(found_inf)
 
 

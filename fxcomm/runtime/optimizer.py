@@ -4,53 +4,35 @@ The user's object stays what it was: its groups, hyperparameters, schedulers and
 ``step`` runs, a twin of the same class runs in its place on flat tensors, one for each run of
 elements that this rank owns, which view the parameters themselves (or fp32 masters of 16-bit
 ones). The twin holds the state, 1/N of it on each rank.
+
+Buckets are updated one by one where that is known to be the same, and then by one compiled loop for
+each run instead of the twin's many operators.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
+import weakref
 from collections import defaultdict
-from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from fxcomm import compat
 from fxcomm.errors import FxcommError
 from fxcomm.runtime.arena import OwnedSegment, ShardedArena, accumulation_dtype
 from fxcomm.runtime.gradient import ShardedGradient
 from fxcomm.runtime.model import ManagedModel
 from fxcomm.runtime.parameters import ManagedParameter
 from fxcomm.runtime.probe import twin
+from fxcomm.runtime.recording import is_element_wise
+from fxcomm.runtime.run_updater import RunUpdater
+from fxcomm.runtime.update import History, Member, UpdateRun, form_runs, split_by_presence
 
 Managed = Mapping[int, tuple[ManagedModel, ManagedParameter]]
 """Parameters by ``id``, with the model that manages them."""
-
-
-@dataclass(frozen=True)
-class ShardParameter:
-    """A run of a parameter's elements as the twin sees it: ``tensor`` is what it updates, either
-    the elements themselves or, if there is a ``rounded_to``, a more precise master copy, which is
-    rounded to that dtype after a step."""
-
-    segment: OwnedSegment
-    tensor: torch.Tensor
-    rounded_to: torch.dtype | None = None
-
-    def refresh_master(self) -> None:
-        """Takes over elements that someone changed since the last step (a loaded checkpoint)."""
-        if self.rounded_to is not None:
-            elements = self.segment.elements
-            changed = elements != self.tensor.to(self.rounded_to)
-            self.tensor.copy_(torch.where(changed, elements.to(self.tensor.dtype), self.tensor))
-
-    def round_master(self) -> None:
-        """Writes the updated master to the parameter's elements."""
-        if self.rounded_to is not None:
-            self.segment.elements.copy_(self.tensor.to(self.rounded_to))
-
 
 Signature = tuple[tuple[tuple[int, bool], ...], ...]
 
@@ -60,51 +42,6 @@ def signature(optimizer: torch.optim.Optimizer) -> Signature:
     return tuple(
         tuple((id(p), p.requires_grad) for p in group["params"]) for group in optimizer.param_groups
     )
-
-
-def _shards(model: ManagedModel, p: ManagedParameter) -> list[ShardParameter]:
-    arena = p.arena
-    assert isinstance(arena, ShardedArena)
-    dtype = p.parameter.dtype
-    wanted, gathered = accumulation_dtype(dtype), arena.gather_dtype(dtype)
-    if wanted == dtype == gathered:
-        return [ShardParameter(segment, segment.elements) for segment in arena.owned(p)]
-    return [
-        ShardParameter(segment, segment.elements.to(wanted, copy=True), gathered)
-        for segment in arena.owned(p)
-    ]
-
-
-@dataclass
-class BucketUpdate:
-    """The update of this rank's shard of one bucket. ``members`` are runs of its elements, each
-    with the number of the optimizer's group that holds it."""
-
-    model: ManagedModel
-    arena: ShardedArena
-    bucket: int
-    optimizer: torch.optim.Optimizer
-    members: list[tuple[int, ManagedParameter, ShardParameter]] = field(default_factory=list)
-
-    def run(self, optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]) -> None:
-        """Updates the shard from its final gradient, with the ``settings`` (attributes, with the
-        state) and the hyperparameters that ``optimizer`` has now."""
-        self.optimizer.__dict__.update(settings)
-        members: dict[int, list[torch.Tensor]] = {}
-        for number, p, shard in self.members:
-            if isinstance(p.parameter.grad, ShardedGradient):
-                shard.refresh_master()
-                shard.tensor.grad = self.arena.owned_gradient(shard.segment)
-                members.setdefault(number, []).append(shard.tensor)
-        self.optimizer.param_groups = [
-            {**optimizer.param_groups[number], "params": tensors}
-            for number, tensors in members.items()
-        ]
-        if members:
-            compat.step_without_hooks(self.optimizer)
-        for _, _, shard in self.members:
-            shard.tensor.grad = None
-            shard.round_master()
 
 
 def _updates_parameters_one_by_one(optimizer: torch.optim.Optimizer) -> bool:
@@ -126,7 +63,7 @@ class MovedState(defaultdict[Any, dict[str, Any]]):
 
 
 class AdoptedOptimizer:
-    """The sharded side of one user optimizer. Holds no reference to it."""
+    """The sharded side of one user optimizer, which it does not keep alive."""
 
     def __init__(
         self,
@@ -138,43 +75,134 @@ class AdoptedOptimizer:
         parameters that it holds stay as they are. State that it already has is cut to shards;
         ``previous`` is its earlier adoption, with fewer parameters."""
         self.twin = self._stand_in = twin(optimizer)
+        self._updater = RunUpdater(twin(optimizer))
         self._managed = dict(managed)
         self._signature = signature(optimizer)
         self._incoming: dict[str, Any] | None = None
-        known: dict[int, list[ShardParameter]] = {} if previous is None else previous._shards
-        self._shards: dict[int, list[ShardParameter]] = {
-            key: known[key] if key in known else _shards(model, p)
-            for key, (model, p) in managed.items()
-        }
+        self._cohorts = itertools.count()
+        self._runs: list[UpdateRun] = []
+        self._updated: set[UpdateRun] = set()  # in this step
+        self._runs_in: dict[tuple[ShardedArena, int], list[UpdateRun]] = {}
+        state = dict(optimizer.state)
         for group in optimizer.param_groups:
-            tensors = [t for parameter in group["params"] for t in self._tensors(parameter)]
-            self.twin.param_groups.append({**group, "params": tensors})
-        self._buckets = self._by_bucket(optimizer)
+            self.twin.param_groups.append({**group, "params": []})
         if previous is not None:
-            self.twin.state.update(previous.twin.state)
-        self._take_state(optimizer.param_groups, optimizer.state)
+            state.update(previous._state_of_others())
+        known = {} if previous is None else previous._histories()
+        self._form_runs(optimizer, state, known)
         optimizer.state = MovedState()
+        self._optimizer = weakref.ref(optimizer)
+        self._open = False
+        for arena in self._arenas:
+            arena.updaters.add(self)
+            if previous is not None:
+                arena.updaters.discard(previous)
 
-    def _tensors(self, parameter: nn.Parameter) -> list[torch.Tensor]:
-        shards = self._shards.get(id(parameter))
-        return [parameter] if shards is None else [shard.tensor for shard in shards]
+    # --- runs ---
 
-    def _by_bucket(self, optimizer: torch.optim.Optimizer) -> list[BucketUpdate]:
-        """An update for each bucket of each arena, in the plan's order."""
-        arenas = dict.fromkeys(cast(ShardedArena, p.arena) for _, p in self._managed.values())
-        owner = {p.arena: model for model, p in self._managed.values()}
-        updates = {
-            (arena, bucket): BucketUpdate(owner[arena], arena, bucket, twin(optimizer))
-            for arena in arenas
-            for bucket in arena.plan.gather_order
+    def _members(self, optimizer: torch.optim.Optimizer) -> list[Member]:
+        return [
+            Member(*self._managed[id(parameter)], segment, number)
+            for number, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+            if id(parameter) in self._managed
+            for segment in _owned(self._managed[id(parameter)][1])
+        ]
+
+    def _form_runs(
+        self,
+        optimizer: torch.optim.Optimizer,
+        state: Mapping[nn.Parameter, Mapping[str, Any]],
+        known: Mapping[tuple[int, int, int], History],
+    ) -> None:
+        """Makes the runs anew. ``state`` is by whole parameter and goes before what is ``known`` of
+        members."""
+
+        # Of a parameter with one element, a count looks like a value for each element.
+        counts = {
+            key
+            for parameter, entry in state.items()
+            for key, value in entry.items()
+            if parameter.dim() and isinstance(value, torch.Tensor) and not value.dim()
         }
-        for number, group in enumerate(optimizer.param_groups):
-            for parameter in group["params"]:
-                for shard in self._shards.get(id(parameter), ()):
-                    _, p = self._managed[id(parameter)]
-                    key = cast(ShardedArena, p.arena), shard.segment.bucket
-                    updates[key].members.append((number, p, shard))
-        return list(updates.values())
+
+        def history(member: Member) -> History:
+            earlier = known.get(member.key, History({}))
+            entry = state.get(member.parameter.parameter)
+            if entry is None:
+                return earlier
+            cut = {key: _cut(key, value, member, key in counts) for key, value in entry.items()}
+            return History(cut, earlier.master)
+
+        self.twin.state.clear()
+        for parameter, entry in state.items():
+            if id(parameter) not in self._managed:
+                self.twin.state[parameter] = dict(entry)
+        formed = form_runs(self._members(optimizer), history)
+        self._runs = [run for run, _ in formed]
+        self._cohorts = itertools.count(1 + max((run.cohort for run in self._runs), default=0))
+        for run, entry in formed:
+            if entry:
+                self.twin.state[run.tensor] = entry
+        self._list_runs(optimizer)
+
+    def _list_runs(self, optimizer: torch.optim.Optimizer) -> None:
+        """Gives the twin's groups the runs, in place: the twin may be in its step."""
+        self._runs_in = defaultdict(list)
+        for run in self._runs:
+            self._runs_in[run.bucket].append(run)
+        for number, (theirs, ours) in enumerate(
+            zip(optimizer.param_groups, self.twin.param_groups, strict=True)
+        ):
+            others = [p for p in theirs["params"] if id(p) not in self._managed]
+            ours["params"][:] = others + [run.tensor for run in self._runs if run.group == number]
+
+    def _split_runs(self, optimizer: torch.optim.Optimizer) -> None:
+        """Cuts runs whose members do not all have a gradient, or all have none, and separates
+        cohorts of which some runs have gradients and others have none."""
+        presence = [[member.present for member in run.members] for run in self._runs]
+        if not all(all(present) for present in presence):
+            self._split_by(presence, optimizer)
+
+    def _split_by(
+        self, presence: Sequence[Sequence[bool]], optimizer: torch.optim.Optimizer
+    ) -> None:
+        absent: dict[int, int] = defaultdict(lambda: next(self._cohorts))
+        runs: list[UpdateRun] = []
+        for run, present in zip(self._runs, presence, strict=True):
+            if all(present):
+                runs.append(run)
+            elif not any(present):
+                # Its state stands still while that of its cohort goes on.
+                run.cohort = absent[run.cohort]
+                runs.append(run)
+            else:
+                state = self.twin.state.pop(run.tensor, {})
+                for part, entry in split_by_presence(run, state, absent[run.cohort]):
+                    runs.append(part)
+                    if entry:
+                        self.twin.state[part.tensor] = entry
+        self._runs = runs
+        self._list_runs(optimizer)
+
+    def _histories(self) -> dict[tuple[int, int, int], History]:
+        """What every member would bring into another run."""
+        return {
+            member.key: History(
+                {
+                    key: run.part(member, value) if run.holds(key, value) else value
+                    for key, value in self.twin.state.get(run.tensor, {}).items()
+                },
+                run.part(member, run.tensor) if run.rounded else None,
+            )
+            for run in self._runs
+            for member in run.members
+        }
+
+    def _state_of_others(self) -> dict[Any, dict[str, Any]]:
+        """State of the parameters that fxcomm does not manage."""
+        runs = {id(run.tensor) for run in self._runs}
+        return {p: entry for p, entry in self.twin.state.items() if id(p) not in runs}
 
     def covers(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer still holds just the parameters with which it was adopted."""
@@ -189,6 +217,19 @@ class AdoptedOptimizer:
     def models(self) -> list[ManagedModel]:
         """The models whose parameters it updates."""
         return list(dict.fromkeys(model for model, _ in self._managed.values()))
+
+    @property
+    def _arenas(self) -> list[ShardedArena]:
+        arenas = dict.fromkeys(p.arena for _, p in self._managed.values())
+        return [arena for arena in arenas if isinstance(arena, ShardedArena)]
+
+    def _buckets(self) -> Iterator[tuple[ManagedModel, ShardedArena, int]]:
+        """The buckets of every arena, in the plan's order."""
+        models = {p.arena: model for model, p in self._managed.values()}
+        for arena, model in models.items():
+            assert isinstance(arena, ShardedArena)
+            for bucket in arena.plan.gather_order:
+                yield model, arena, bucket
 
     @property
     def state_bytes(self) -> int:
@@ -209,20 +250,54 @@ class AdoptedOptimizer:
         Then, for an optimizer of torch's own, every bucket is updated here, as soon as it is
         reduced, and its gather started; only what fxcomm does not manage is left for the step.
         """
+        applied = any(arena.applied for arena in self._arenas)
+        if not applied:
+            self._open = False  # a step that failed may have left it so
+        self._open_step(optimizer)
+        bucketwise = (alone or applied) and _updates_parameters_one_by_one(optimizer)
+        if bucketwise and self._settle_presence():
+            self._update_buckets(optimizer)
+            self._stand_in = self._rest(optimizer)
+            return
+        if applied:
+            raise FxcommError(
+                "the backward has updated some parameters already, and this step cannot go on with "
+                "the others alone (a closure, or a gradient that was assigned or never reduced). "
+                'Use options={"update": "at_step"}.'
+            )
+        self._stand_in = self.twin
+        for run in self._runs:
+            run.refresh_master()
+        self.take_gradients(optimizer)
+
+    def _open_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Begins a step, in its backward or when it is called: from here on the user's settings
+        are those of now."""
+        if self._open:
+            return
+        self._open = True
+        self._updated.clear()
         for model in self.models:
             model.finish_gathers()
         self._copy_settings(optimizer)
         for _, p in self._managed.values():
             p.keep_bound()
-        self._stand_in = self.twin
-        if alone and _updates_parameters_one_by_one(optimizer) and self._settle_presence():
-            self._update_buckets(optimizer)
-            self._stand_in = self._rest(optimizer)
-            return
-        for shards in self._shards.values():
-            for shard in shards:
-                shard.refresh_master()
-        self.take_gradients()
+        self._updater.begin(self.twin)
+
+    def update_in_backward(self, arena: ShardedArena, bucket: int) -> bool:
+        """Updates a bucket, whose gradient is final, before the step is called, and starts its
+        gather; False if it must stay for the step."""
+        optimizer = self._optimizer()
+        # A step that runs (with a closure that calls backward) updates everything itself.
+        stepping = self._open and not any(a.applied for a in self._arenas)
+        if optimizer is None or stepping or not self.covers(optimizer):
+            return False
+        if not _updates_parameters_one_by_one(optimizer):
+            return False
+        self._open_step(optimizer)
+        self._update_runs(arena, bucket)
+        arena.start_gather(bucket)
+        return True
 
     def _settle_presence(self) -> bool:
         for model in self.models:
@@ -230,21 +305,12 @@ class AdoptedOptimizer:
         settled = [model.settle_presence() for model in self.models]
         return all(settled)
 
-    def _update_buckets(self, optimizer: torch.optim.Optimizer) -> None:
-        settings = {k: v for k, v in self.twin.__dict__.items() if not k.startswith("_optimizer_")}
-        for update in self._buckets:
-            update.model.settle_bucket(update.arena, update.bucket)
-            update.run(optimizer, settings)
-            update.arena.start_gather(update.bucket)
-        for model in self.models:
-            model.finish()
-
     def _rest(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """An optimizer of the parameters that fxcomm does not manage."""
         rest = twin(optimizer)
         rest.state = self.twin.state
         rest.param_groups = [
-            {**group, "params": [p for p in group["params"] if id(p) not in self._shards]}
+            {**group, "params": [p for p in group["params"] if id(p) not in self._managed]}
             for group in optimizer.param_groups
         ]
         return rest
@@ -257,61 +323,69 @@ class AdoptedOptimizer:
         self.twin.__dict__.pop("step", None)
         _copy_hyperparameters(optimizer, self.twin)
 
-    def take_gradients(self) -> None:
+    def take_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Waits for the reductions in flight and points the twin at this rank's gradients."""
         for model in self.models:
             model.settle()
             model.take_assigned()
-        for key, (model, p) in self._managed.items():
-            present = isinstance(p.parameter.grad, ShardedGradient)
-            shards = self._shards[key]
-            gradients = model.gradient_shards(p) if present else [None] * len(shards)
-            for shard, gradient in zip(shards, gradients, strict=True):
-                shard.tensor.grad = gradient
+        self._split_runs(optimizer)
+        for run in self._runs:
+            run.tensor.grad = None
+            if run.members[0].present:
+                for member in run.members:
+                    member.model.gradient_shards(member.parameter)
+                run.tensor.grad = run.gradient()
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Rounds masters, gathers the updated parameters on every rank, and hands back what the
         step changed in the user's groups."""
         if self._stand_in is self.twin:
             self._finish_whole_step(optimizer)
-        for update in self._buckets:
-            update.arena.end_step()
+        self._open = False
+        for arena in self._arenas:
+            arena.end_step()
         for _, p in self._managed.values():
+            gradient = p.parameter.grad
+            if isinstance(gradient, ShardedGradient):
+                gradient.applied = False
             # What an in-place update of the parameter would do: a graph that saved the old value
             # must refuse to run backward.
             torch.autograd.graph.increment_version(p.parameter)
 
     def _finish_whole_step(self, optimizer: torch.optim.Optimizer) -> None:
         """What is left to do when the twin has updated everything at once."""
-        for shards in self._shards.values():
-            for shard in shards:
-                shard.tensor.grad = None
-                shard.round_master()
+        for run in self._runs:
+            run.tensor.grad = None
+            run.round_master()
         _copy_hyperparameters(self.twin, optimizer)
         for name, value in self.twin.__dict__.items():
             if name not in ("param_groups", "state") and not name.startswith("_optimizer_"):
                 optimizer.__dict__[name] = value
-        for update in self._buckets:
-            update.arena.start_gather(update.bucket)
+        for _, arena, bucket in self._buckets():
+            arena.start_gather(bucket)
+
+    # --- bucket by bucket ---
+
+    def _update_buckets(self, optimizer: torch.optim.Optimizer) -> None:
+        self._split_runs(optimizer)
+        for model, arena, bucket in self._buckets():
+            applied = bucket in arena.applied
+            if not applied:
+                model.settle_bucket(arena, bucket)
+            self._update_runs(arena, bucket)
+            if not applied:
+                arena.start_gather(bucket)
+        for model in self.models:
+            model.finish()
+
+    def _update_runs(self, arena: ShardedArena, bucket: int) -> None:
+        for run in self._runs_in[arena, bucket]:
+            # An empty parameter is in no bucket's reduction; its gradient may come later.
+            if run.members[0].present and run not in self._updated:
+                self._updater.update(run)
+                self._updated.add(run)
 
     # --- state ---
-
-    def _take_state(
-        self, groups: Sequence[dict[str, Any]], state: MutableMapping[Any, dict[str, Any]]
-    ) -> None:
-        """Moves ``state``, by whole parameter, into the twin, cut to this rank's elements."""
-        for parameter in [p for group in groups for p in group["params"]]:
-            entry = state.pop(parameter, None)
-            if not entry:
-                continue
-            if id(parameter) not in self._managed:
-                self.twin.state[parameter] = entry
-                continue
-            _, p = self._managed[id(parameter)]
-            for shard in self._shards[id(parameter)]:
-                self.twin.state[shard.tensor] = {
-                    key: _cut(key, value, p, shard) for key, value in entry.items()
-                }
 
     def expect_state(self, state_dict: dict[str, Any]) -> None:
         """Remembers a state dict that the user's optimizer is about to load. Torch would round its
@@ -327,8 +401,8 @@ class AdoptedOptimizer:
         for i, parameter in zip(saved, mine, strict=True):
             if accumulation_dtype(parameter.dtype) != parameter.dtype and i in incoming["state"]:
                 optimizer.state[parameter] = dict(incoming["state"][i])
-        self.twin.state.clear()
-        self._take_state(optimizer.param_groups, optimizer.state)
+        masters = {key: History({}, known.master) for key, known in self._histories().items()}
+        self._form_runs(optimizer, dict(optimizer.state), masters)
         optimizer.state = MovedState()
 
     def full_state(self, optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
@@ -357,23 +431,36 @@ class AdoptedOptimizer:
         return mine
 
     def _schema(self, parameter: nn.Parameter) -> dict[str, Any]:
-        tensors = self._tensors(parameter)
-        if not tensors or tensors[0] not in self.twin.state:
+        if id(parameter) not in self._managed:
+            return dict(self.twin.state.get(parameter, {}))
+        pieces = self._pieces(parameter)
+        if not pieces:
             return {}
-        tensor = tensors[0]
-        if tensor is parameter:
-            return dict(self.twin.state[parameter])
+        run, _ = pieces[0]
         return {
-            key: value.dtype if _is_element_wise(key, value, tensor) else value
-            for key, value in self.twin.state[tensor].items()
+            key: value.dtype if run.holds(key, value) else value
+            for key, value in self.twin.state.get(run.tensor, {}).items()
         }
+
+    def _pieces(self, parameter: nn.Parameter) -> list[tuple[UpdateRun, Member]]:
+        """This rank's elements of a parameter: the runs that they lie in, in order."""
+        found = [
+            (run, member)
+            for run in self._runs
+            for member in run.members
+            if member.parameter.parameter is parameter
+        ]
+        return sorted(found, key=lambda piece: piece[1].segment.parameter_offset)
 
     def _whole(self, parameter: nn.Parameter, key: str, kind: Any) -> Any:
         if not isinstance(kind, torch.dtype):
             return copy.deepcopy(kind)
         _, p = self._managed[id(parameter)]
         assert isinstance(p.arena, ShardedArena)
-        pieces = [self.twin.state[s.tensor][key] for s in self._shards[id(parameter)]]
+        pieces = [
+            run.part(member, self.twin.state[run.tensor][key])
+            for run, member in self._pieces(parameter)
+        ]
         return p.arena.gather_whole(p, pieces, kind)
 
 
@@ -382,14 +469,17 @@ def _copy_hyperparameters(source: torch.optim.Optimizer, target: torch.optim.Opt
         ours.update({key: value for key, value in theirs.items() if key != "params"})
 
 
-def _is_element_wise(key: str, value: Any, parameter: torch.Tensor) -> bool:
-    # As torch does, "step" is known by its name: a scalar parameter's state has its shape too.
-    return isinstance(value, torch.Tensor) and key != "step" and value.shape == parameter.shape
+def _owned(p: ManagedParameter) -> list[OwnedSegment]:
+    assert isinstance(p.arena, ShardedArena)
+    return p.arena.owned(p)
 
 
-def _cut(key: str, value: Any, p: ManagedParameter, shard: ShardParameter) -> Any:
-    if not _is_element_wise(key, value, p.parameter):
+def _cut(key: str, value: Any, member: Member, is_count: bool) -> Any:
+    """A member's part of a state entry of its whole parameter."""
+    p, segment = member.parameter, member.segment
+    if is_count or not is_element_wise(key, value, p.parameter):
         return copy.deepcopy(value)
-    part = shard.segment.of_parameter(p.flatten(value))
-    dtype = shard.tensor.dtype if value.is_floating_point() else value.dtype
-    return part.to(device=shard.tensor.device, dtype=dtype, copy=True)
+    part = segment.of_parameter(p.flatten(value))
+    floating = value.is_floating_point()
+    dtype = accumulation_dtype(segment.elements.dtype) if floating else value.dtype
+    return part.to(device=segment.elements.device, dtype=dtype, copy=True)
