@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -53,3 +53,15 @@ def leaves_behind(values: Iterable[object]) -> set[int]:
                 seen.add(following)
                 pending.append(following)
     return leaves
+
+
+def set_outputs(graph: torch.fx.Graph, values: Sequence[torch.fx.Node | None]) -> None:
+    """Makes ``values`` the graph's outputs."""
+    node = output_node(graph)
+    node.args = (tuple(values),)
+    if "user_visible_output_idxs" in node.meta:
+        # Inductor keeps the strides of visible outputs; ours have but one.
+        visible = set(node.meta["user_visible_output_idxs"])
+        node.meta["user_visible_output_idxs"] = [
+            i for i, v in enumerate(values) if i in visible and v is not None
+        ]

@@ -4,8 +4,8 @@ A :class:`Program` is a sequence of actions in execution order: collectives star
 and compute reads and writes. It is cyclic: after its last action comes its first one, of the next
 step. What is in flight at the end is waited for somewhere in the next repetition.
 
-Three builders make programs: :func:`forward_actions` and :func:`backward_actions` read lowered
-graphs, :func:`step_program` puts them together with what the runtime does around them.
+:func:`forward_actions` and :func:`backward_actions` read lowered graphs, :func:`step_program` puts
+what they found together with what the runtime does around it.
 
 A buffer is a storage, by name. Actions name the buffers that collectives use, and no others; that
 a storage is freed or reused shows as a write. The memory of a parameter is named by the parameter
@@ -15,9 +15,9 @@ those elements of a parameter that lie in its bucket.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -25,6 +25,7 @@ import torch.fx
 
 from fxcomm import compat
 from fxcomm.analysis.gradients import output_values
+from fxcomm.communicator import group_of, held_bytes
 from fxcomm.layout import ShardLayout
 from fxcomm.passes.stamp import BucketKey, Stamp, stamp_of
 from fxcomm.plan import OverlapPlan
@@ -102,6 +103,30 @@ Action: TypeAlias = Launch | Wait | Compute
 
 
 @dataclass(frozen=True)
+class ParameterWait:
+    """A forward graph waits for whatever is in flight into a parameter: the gathers of its buckets,
+    which are the plan's to say."""
+
+    parameter: str
+    where: str
+
+
+ForwardAction: TypeAlias = ParameterWait | Compute
+
+
+@dataclass(frozen=True)
+class UpdatePlace:
+    """A backward graph hands a bucket's reduction to the runtime, which waits for it, updates the
+    bucket and starts its gather."""
+
+    bucket: BucketKey
+    where: str
+
+
+BackwardAction: TypeAlias = Action | UpdatePlace
+
+
+@dataclass(frozen=True)
 class ProgramBucket:
     """The parameters of which a bucket holds elements. Each rank updates only its shard of a
     ``sharded`` bucket, so that a gather must follow."""
@@ -124,19 +149,43 @@ class GraphActions:
     """What a backward graph does. It fills the buffers of the buckets ``packed`` itself, so nothing
     else can reduce them, and returns the buckets ``finished`` as reduced, so nothing else waits."""
 
-    actions: tuple[Action, ...]
+    actions: tuple[BackwardAction, ...]
     packed: frozenset[BucketKey] = frozenset()
     finished: frozenset[BucketKey] = frozenset()
 
 
 @dataclass(frozen=True)
 class MicroStep:
-    """A forward and the backward graphs that follow it. Without ``reduces``, gradients stay on the
-    rank until a later micro-step of the step reduces them (``no_sync``)."""
+    """A forward and the backward graphs that follow it.
 
-    forward: tuple[Action, ...]
+    Without ``reduces``, gradients stay on the rank until a later micro-step of the step reduces
+    them (``no_sync``). Other graphs, which are not listed, launched the first ``before`` buckets.
+    """
+
+    forward: tuple[ForwardAction, ...]
     backward: tuple[GraphActions, ...]
     reduces: bool = True
+    before: int = 0
+
+
+@dataclass(frozen=True)
+class ArenaPlan:
+    """A plan as the runtime's arena ``number`` executes it, with reductions on ``group`` and
+    gathers on ``gather_group`` (None: the same).
+
+    ``reduce_bytes`` and ``gather_bytes`` are what the reduction and the gather of each bucket hold
+    in flight, beside the parameters; ``deferred`` says of each whether its gather may run on into
+    the next forward. Buckets that are not ``sharded`` are reduced whole and never gathered.
+    """
+
+    plan: OverlapPlan
+    reduce_bytes: tuple[int, ...]
+    gather_bytes: tuple[int, ...]
+    deferred: tuple[bool, ...]
+    number: int = 0
+    group: str = ""
+    sharded: bool = True
+    gather_group: str | None = None
 
 
 def program_buckets(
@@ -176,9 +225,9 @@ class _Memory:
 class _Aliases:
     """The memory behind each node of a graph."""
 
-    def __init__(self, name: str, parameters: Mapping[torch.fx.Node, str]) -> None:
+    def __init__(self, name: str, parameters: Mapping[torch.fx.Node, frozenset[str]]) -> None:
         self._name = name
-        self._known = {node: _Memory(frozenset({p})) for node, p in parameters.items()}
+        self._known = {node: _Memory(names) for node, names in parameters.items()}
 
     def of(self, node: torch.fx.Node) -> _Memory:
         """The memory behind ``node``. Works in any order of nodes, as in graphs that are wrong."""
@@ -250,28 +299,39 @@ def _writes_in_place(node: torch.fx.Node) -> bool:
 
 
 def _parameters_at(
-    graph: torch.fx.Graph, inputs: Mapping[int, str]
-) -> tuple[dict[torch.fx.Node, str], list[torch.fx.Node]]:
+    graph: torch.fx.Graph, inputs: Mapping[int, str] | Mapping[int, frozenset[str]]
+) -> tuple[dict[torch.fx.Node, frozenset[str]], list[torch.fx.Node]]:
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    return {placeholders[index]: name for index, name in inputs.items()}, placeholders
+    names = {i: frozenset({n}) if isinstance(n, str) else n for i, n in inputs.items()}
+    return {placeholders[index]: found for index, found in names.items()}, placeholders
+
+
+def parameter_outputs(
+    graph: torch.fx.Graph, parameter_inputs: Mapping[int, str]
+) -> dict[str, frozenset[str]]:
+    """The outputs (by node name) of a forward graph that are parameters, or views of some, with
+    these. ``parameter_inputs`` names those of its inputs that are parameters, by position."""
+    parameters, _ = _parameters_at(graph, parameter_inputs)
+    aliases = _Aliases("forward", parameters)
+    behind = {
+        value.name: aliases.of(value).parameters
+        for value in output_values(graph)
+        if value is not None
+    }
+    return {name: parameters for name, parameters in behind.items() if parameters}
 
 
 def saved_parameters(
-    forward: torch.fx.Graph, backward: torch.fx.Graph, parameter_inputs: Mapping[int, str]
-) -> dict[int, str]:
-    """Which inputs of a backward graph (by position) are parameters, or views of one, that its
-    forward saved. ``parameter_inputs`` names those of the forward's inputs that are parameters.
+    backward: torch.fx.Graph, outputs: Mapping[str, frozenset[str]]
+) -> dict[int, frozenset[str]]:
+    """Which inputs of a backward graph (by position) are parameters, or views of some, that its
+    forward saved: ``outputs`` are that one's (:func:`parameter_outputs`).
 
     The partitioner gives a saved value the same name in both graphs.
     """
-    parameters, _ = _parameters_at(forward, parameter_inputs)
-    aliases = _Aliases("forward", parameters)
-    behind = {node.name: aliases.of(node).parameters for node in forward.nodes}
     _, placeholders = _parameters_at(backward, {})
     return {
-        index: parameter
-        for index, node in enumerate(placeholders)
-        for parameter in behind.get(node.name, _NOTHING)
+        index: outputs[node.name] for index, node in enumerate(placeholders) if node.name in outputs
     }
 
 
@@ -279,41 +339,45 @@ def gradient_nodes(
     graph: torch.fx.Graph, gradients: Mapping[int, str]
 ) -> dict[str, frozenset[str]]:
     """The nodes (by name) that complete gradients, each with its parameters, of a backward graph
-    before the passes. ``gradients`` maps output positions to parameters."""
+    before the passes. ``gradients`` maps output positions to parameters.
+
+    A gradient that is a view is complete with what it is a view of, and passes may drop the view.
+    """
     values = output_values(graph)
     found: dict[str, frozenset[str]] = {}
     for position, parameter in gradients.items():
         value = values[position]
         if value is not None:
-            found[value.name] = found.get(value.name, _NOTHING) | {parameter}
+            name = _behind_views(value).name
+            found[name] = found.get(name, _NOTHING) | {parameter}
     return found
 
 
-def forward_actions(
-    graph: torch.fx.Graph,
-    parameter_inputs: Mapping[int, str],
-    buckets: Mapping[BucketKey, ProgramBucket],
-    *,
-    name: str = "forward",
-) -> tuple[Action, ...]:
-    """What a forward graph does with parameters.
+def _behind_views(node: torch.fx.Node) -> torch.fx.Node:
+    while compat.is_view(node) or node.target is torch.ops.aten._unsafe_view.default:
+        source = node.args[0]
+        assert isinstance(source, torch.fx.Node)
+        node = source
+    return node
 
-    ``parameter_inputs`` names those of the graph's inputs that are parameters, by position. A wait
-    on a parameter waits for the gathers of all its ``buckets``. A view reads nothing, but what
-    consumes it does; outputs, such as what is saved for backward, read nothing either.
+
+def forward_actions(
+    graph: torch.fx.Graph, parameter_inputs: Mapping[int, str], *, name: str = "forward"
+) -> tuple[ForwardAction, ...]:
+    """What a forward graph does with parameters, whatever the plan.
+
+    ``parameter_inputs`` names those of the graph's inputs that are parameters, by position. A view
+    reads nothing, but what consumes it does; outputs, such as what is saved for backward, read
+    nothing either.
     """
     parameters, _ = _parameters_at(graph, parameter_inputs)
     aliases = _Aliases(name, parameters)
-    places = buckets_of_parameters(buckets)
-    actions: list[Action] = []
+    actions: list[ForwardAction] = []
     for node in graph.nodes:
         where = f"{name}: {node.name}"
         if _is_wait(node):
-            actions += [
-                Wait(CollectiveId(GATHER, bucket), where, parameter)
-                for parameter in sorted(aliases.of_inputs(node).parameters)
-                for bucket in places.get(parameter, ())
-            ]
+            waited = sorted(aliases.of_inputs(node).parameters)
+            actions += [ParameterWait(parameter, where) for parameter in waited]
         elif _reads(node) and (reads := aliases.of_inputs(node).parameters):
             actions.append(Compute(where, reads=reads))
     return tuple(actions)
@@ -326,7 +390,7 @@ def _reads(node: torch.fx.Node) -> bool:
 def backward_actions(
     graph: torch.fx.Graph,
     gradients: Mapping[str, frozenset[str]],
-    parameter_inputs: Mapping[int, str] | None = None,
+    parameter_inputs: Mapping[int, frozenset[str]] | None = None,
     *,
     group: str = "",
     name: str = "backward",
@@ -336,7 +400,7 @@ def backward_actions(
     ``gradients`` are the nodes that complete gradients (:func:`gradient_nodes` of the graph before
     the passes), ``parameter_inputs`` the inputs by position that are parameters or views of them
     (:func:`saved_parameters`). ``group`` is the process group of launches that name none. ``name``
-    must tell apart all graph runs of a step: it begins the names of places and buffers.
+    begins the names of places and buffers.
     """
     reader = _BackwardReader(graph, gradients, parameter_inputs or {}, group, name)
     return GraphActions(tuple(reader.actions()), reader.packed, reader.finished)
@@ -349,7 +413,7 @@ class _BackwardReader:
         self,
         graph: torch.fx.Graph,
         gradients: Mapping[str, frozenset[str]],
-        parameter_inputs: Mapping[int, str],
+        parameter_inputs: Mapping[int, frozenset[str]],
         group: str,
         name: str,
     ) -> None:
@@ -364,11 +428,14 @@ class _BackwardReader:
             *(self._aliases.of(n).storages for n in self._launches),
         )
 
-    def actions(self) -> Iterator[Action]:
+    def actions(self) -> Iterator[BackwardAction]:
         """The graph's actions in execution order."""
         freed = self._freed()
         for node in self._graph.nodes:
-            if node in self._launches:
+            stamp = stamp_of(node)
+            if stamp is not None and stamp.role == "update":
+                yield UpdatePlace(stamp.bucket, self._where(node))
+            elif node in self._launches:
                 yield self._launch(node)
                 yield from self._contribution(node)
             else:
@@ -384,14 +451,12 @@ class _BackwardReader:
         return f"{self._name}: {node.name}"
 
     def _launch(self, node: torch.fx.Node) -> Launch:
-        groups = [argument for argument in node.args if isinstance(argument, str)]
         return Launch(
             CollectiveId(REDUCE, self._launches[node].bucket),
-            # Collectives name their group last.
-            groups[-1] if groups else self._group,
+            group_of(node.args) or self._group,
             self._aliases.of_inputs(node).storages,
             self._aliases.of(node).storages,
-            sum(_nbytes(source) for source in node.all_input_nodes),
+            held_bytes(node.all_input_nodes[0].meta["val"], node.meta["val"]),
             self._where(node),
         )
 
@@ -404,6 +469,8 @@ class _BackwardReader:
         """The collective for which ``node`` waits: that whose result it takes, whatever its stamp
         says."""
         stamp = stamp_of(node)
+        if stamp is not None and stamp.role == "update":
+            return CollectiveId(REDUCE, stamp.bucket)
         begins = stamp is not None and stamp.role == "finish" and not self._continues(node)
         for source in node.all_input_nodes:
             if source in self._launches:
@@ -456,198 +523,261 @@ def _stamped(graph: torch.fx.Graph) -> list[tuple[torch.fx.Node, Stamp]]:
     return [(node, stamp) for node, stamp in stamps if stamp is not None]
 
 
-def _nbytes(node: torch.fx.Node) -> int:
-    value = node.meta.get("val")
-    return int(value.numel()) * value.itemsize if isinstance(value, torch.Tensor) else 0
-
-
 # --- putting a step together ---
 
 
-def step_program(
-    rank: int,
-    micro_steps: Sequence[MicroStep],
-    plan: OverlapPlan,
-    *,
-    update_order: tuple[int, ...],
-    gather_order: tuple[int, ...],
-    commshift: bool,
-    arena: int = 0,
-    group: str = "",
-    sharded: bool = True,
-    gather_bytes: Sequence[int] | None = None,
-) -> Program:
-    """The program of a rank that runs ``micro_steps`` and then the optimizer, all by ``plan``.
+def step_program(rank: int, micro_steps: Sequence[MicroStep], arena: ArenaPlan) -> Program:
+    """The program of a rank that runs ``micro_steps`` and then the optimizer, as far as ``arena``
+    has a part in them.
 
     A backward that reduces launches, when it ends, the buckets that its graphs did not launch, in
-    order. Buckets are updated in ``update_order``, each when its reduction was waited for, and
-    gathered in ``gather_order``, each when it and those ahead of it are updated. With ``commshift``
-    gathers stay in flight, and those that no forward waits for are waited for before the next
-    update; else the step waits for all of them. What the runtime launches keeps under the plan's
-    ``in_flight_bytes``, if need be by waiting for the oldest first. ``gather_bytes`` are the bytes
-    that each bucket's gather holds beside the parameters (None: none, as it is gathered in place).
-    Buckets that are not ``sharded`` are never gathered.
+    order. Buckets are updated and gathered in the plan's ``gather_order``, each when its reduction
+    and those of the buckets before it were waited for. The step ends with a wait for the gathers
+    that are not deferred; deferred ones that no forward waits for are waited for before the next
+    update. The runtime keeps under the plan's ``in_flight_bytes``: before a launch, and before a
+    graph that launches, it waits for the oldest collectives if need be.
+
+    A gradient for a bucket that another graph of the same backward packs is left out. Such buckets
+    go another round when that happens, on which ranks agree then and there.
     """
-    sizes = tuple(gather_bytes) if gather_bytes is not None else (0,) * len(plan.in_graph)
-    runtime = _Runtime(plan, arena, group, sizes)
+    runtime = _Runtime(arena)
+    runtime.step()
+    runtime.begin()
     for number, micro_step in enumerate(micro_steps):
-        runtime.run(number, micro_step, last=number == len(micro_steps) - 1)
-    if commshift:
-        runtime.drain(gather_order)
-    runtime.step(update_order, gather_order if sharded else ())
-    if not commshift:
-        runtime.finish_gathers(gather_order)
-    buckets = program_buckets(plan.layout, arena=arena, sharded=sharded)
-    return Program(rank, tuple(runtime.actions), buckets)
+        runtime.run(number, micro_step)
+    runtime.step()
+    return Program(rank, tuple(runtime.actions), runtime.buckets)
 
 
-@dataclass
+def peak_bytes(actions: Iterable[BackwardAction], arena: int) -> int:
+    """The most bytes that collectives of an arena, started by these actions, have in flight, if no
+    update ends one earlier."""
+    held: dict[CollectiveId, int] = {}
+    total = peak = 0
+    for action in actions:
+        if isinstance(action, Compute | UpdatePlace) or action.collective.bucket.arena != arena:
+            continue
+        total -= held.pop(action.collective, 0)
+        if isinstance(action, Launch):
+            held[action.collective] = action.nbytes
+            total += action.nbytes
+            peak = max(peak, total)
+    return peak
+
+
 class _Runtime:
-    """Collects the actions of one step. ``in_flight`` holds what this step left in flight so far,
-    with its bytes, in order of launch; ``launched`` the last launch of each collective; ``users``
-    counts the collectives in flight that read a buffer."""
+    """Collects the actions of one step.
 
-    plan: OverlapPlan
-    arena: int
-    group: str
-    gather_bytes: tuple[int, ...]
-    actions: list[Action] = field(default_factory=list)
-    in_flight: dict[CollectiveId, int] = field(default_factory=dict)
-    launched: dict[CollectiveId, Launch] = field(default_factory=dict)
-    waited: set[CollectiveId] = field(default_factory=set)
-    uncarried: list[int] = field(default_factory=list)
-    users: Counter[str] = field(default_factory=Counter)
-    nbytes: int = 0
+    ``_holding`` are the collectives in flight that hold memory, with its bytes, the oldest first;
+    ``_unfolded`` the buckets, in order, whose reduction nobody has used; ``_users`` counts the
+    collectives in flight that read a buffer.
+    """
+
+    def __init__(self, arena: ArenaPlan) -> None:
+        self.arena = arena
+        self.actions: list[Action] = []
+        self.buckets = program_buckets(arena.plan.layout, arena=arena.number, sharded=arena.sharded)
+        self._places = buckets_of_parameters(self.buckets)
+        self._holding: dict[CollectiveId, int] = {}
+        self._nbytes = 0
+        self._launched: dict[CollectiveId, Launch] = {}
+        self._waited: set[CollectiveId] = set()
+        self._users: Counter[str] = Counter()
+        self._unfolded: dict[int, None] = {}
+        self._updated: set[int] = set()
+        self._uncarried: list[int] = []
 
     def _id(self, kind: str, bucket: int) -> CollectiveId:
-        return CollectiveId(kind, BucketKey(self.arena, bucket))
+        return CollectiveId(kind, BucketKey(self.arena.number, bucket))
+
+    def begin(self) -> None:
+        """Begins the step: what the step before it did is forgotten, what it left in flight not."""
+        self.actions.clear()
 
     def add(self, action: Action) -> None:
         """Appends an action and keeps account of what is in flight."""
         self.actions.append(action)
+        if isinstance(action, Compute):
+            return
+        collective = action.collective
+        if collective in self._launched and collective not in self._waited:
+            self._users.subtract(self._launched[collective].reads)
+        self._nbytes -= self._holding.pop(collective, 0)
+        self._waited.add(collective)
         if isinstance(action, Launch):
-            self._forget(action.collective)
-            self.in_flight[action.collective] = action.nbytes
-            self.nbytes += action.nbytes
-            self.launched[action.collective] = action
-            self.users.update(action.reads)
-            self.waited.discard(action.collective)
-        elif isinstance(action, Wait):
-            self._forget(action.collective)
-            self.waited.add(action.collective)
+            self._waited.discard(collective)
+            self._launched[collective] = action
+            self._users.update(action.reads)
+            if action.nbytes:
+                self._holding[collective] = action.nbytes
+                self._nbytes += action.nbytes
 
-    def _forget(self, collective: CollectiveId) -> None:
-        if collective in self.in_flight:
-            self.nbytes -= self.in_flight.pop(collective)
-            self.users.subtract(self.launched[collective].reads)
+    def make_room(self, nbytes: int, where: str) -> None:
+        """Waits for the oldest collectives while ``nbytes`` more would exceed the limit."""
+        limit = self.arena.plan.in_flight_bytes
+        while limit is not None and nbytes and self._holding and self._nbytes + nbytes > limit:
+            self.add(Wait(next(iter(self._holding)), f"{where} (room for it)"))
 
-    def launch(self, launch: Launch) -> None:
-        """Starts a collective when there is room for it."""
-        limit = self.plan.in_flight_bytes
-        while limit is not None and launch.nbytes and self.nbytes + launch.nbytes > limit:
-            oldest = next((c for c, held in self.in_flight.items() if held), None)
-            if oldest is None:
-                break
-            self.add(Wait(oldest, f"{launch.where} (room for it)"))
-        self.add(launch)
+    # --- forward and backward ---
 
-    def run(self, number: int, micro_step: MicroStep, *, last: bool) -> None:
+    def run(self, number: int, micro_step: MicroStep) -> None:
         """Forward, backward, and the reductions that the backward's graphs left to the runtime."""
-        self.uncarried.append(number)
-        carried = frozenset(self.uncarried)
         for action in micro_step.forward:
-            self.add(action)
-        for graph in micro_step.backward:
-            for action in _numbered(graph.actions, number, carried):
-                self.add(action)
-            # The runtime takes the graph's word for these.
-            self.waited |= {CollectiveId(REDUCE, bucket) for bucket in graph.finished}
+            self._forward(action)
+        self._fold(len(self.buckets), f"start of backward {number}")
+        self._uncarried.append(number)
+        for bucket in range(micro_step.before):
+            self._launch(bucket, f"another graph of backward {number}", frozenset({number}))
+        packed = {key for key in self.buckets if key.bucket < micro_step.before}
+        packed.update(*(graph.packed for graph in micro_step.backward))
+        for place, graph in enumerate(micro_step.backward):
+            self._run_graph(number, place, graph, packed)
         if not micro_step.reduces:
             return
-        packed = frozenset().union(*(graph.packed for graph in micro_step.backward))
-        for bucket in range(len(self.plan.layout.buckets)):
-            if BucketKey(self.arena, bucket) not in packed:
-                self._launch_late(bucket, f"end of backward {number}", carried)
-        self.uncarried.clear()
-        if not last:
-            self._accumulate(number)
+        for key in self.buckets:
+            if key not in packed:
+                carried = frozenset(self._uncarried)
+                self._launch(key.bucket, f"end of backward {number}", carried)
+        self._uncarried.clear()
+        if not self.arena.sharded:
+            self._fold(len(self.buckets), f"end of backward {number}")
 
-    def _launch_late(self, bucket: int, where: str, carried: frozenset[int]) -> None:
+    def _forward(self, action: ForwardAction) -> None:
+        if isinstance(action, Compute):
+            self.add(action)
+            return
+        for key in self._places.get(action.parameter, ()):
+            if self.arena.deferred[key.bucket]:
+                self.add(Wait(CollectiveId(GATHER, key), action.where, action.parameter))
+
+    def _run_graph(
+        self, number: int, place: int, graph: GraphActions, packed: Collection[BucketKey]
+    ) -> None:
+        """``packed`` are the buckets that any graph of the backward fills."""
+        prefix = f"backward {number}, run {place}, "
+        own = sorted(key.bucket for key in graph.packed if key in self.buckets)
+        self._unfolded.update(dict.fromkeys(own))
+        self.make_room(peak_bytes(graph.actions, self.arena.number), f"{prefix}start")
+        for action in graph.actions:
+            if isinstance(action, Compute):
+                elsewhere = (
+                    p for p in action.contributes if self._is_elsewhere(p, graph.packed, packed)
+                )
+                self.add(_compute_in_run(action, prefix, number, frozenset(elsewhere)))
+            elif isinstance(action, UpdatePlace):
+                if action.bucket in self.buckets:
+                    self._update(action.bucket.bucket, prefix + action.where)
+            elif action.collective.bucket in self.buckets:
+                self.add(_in_run(action, prefix, number))
+        # The runtime takes the graph's word for these.
+        self._waited |= {CollectiveId(REDUCE, key) for key in graph.finished}
+
+    def _is_elsewhere(
+        self, parameter: str, own: Collection[BucketKey], packed: Collection[BucketKey]
+    ) -> bool:
+        """Whether the parameter's buckets are packed, but not by the graph that packs ``own``."""
+        places = self._places.get(parameter, ())
+        return any(key in packed for key in places) and not any(key in own for key in places)
+
+    def _launch(self, bucket: int, where: str, carried: frozenset[int]) -> None:
         where = f"{where}: bucket {bucket}"
         packed, reduced = frozenset({f"{where} packed"}), frozenset({f"{where} reduced"})
-        nbytes = self.plan.layout.buckets[bucket].nbytes
+        nbytes = self.arena.reduce_bytes[bucket]
+        self.make_room(nbytes, where)
         self.add(Compute(f"{where} packed", writes_buffers=packed))
-        self.launch(
-            Launch(self._id(REDUCE, bucket), self.group, packed, reduced, nbytes, where, carried)
-        )
-
-    def _accumulate(self, number: int) -> None:
-        """Adds what a backward reduced to the gradients that are kept until the step."""
-        for bucket in range(len(self.plan.layout.buckets)):
-            where = f"end of backward {number}: accumulation of bucket {bucket}"
-            reads, freed = self._wait_reduced(bucket, where)
-            self.add(Compute(where, reads_buffers=reads, writes_buffers=freed))
-
-    def _wait_reduced(self, bucket: int, where: str) -> tuple[frozenset[str], frozenset[str]]:
-        """Waits for a reduction that no graph waited for; its results, and those of its operands
-        that are freed by that: the pieces of a large gradient share a storage."""
         collective = self._id(REDUCE, bucket)
-        if collective not in self.waited:
-            self.add(Wait(collective, where))
-        launch = self.launched.get(collective)
-        if launch is None:
-            return _NOTHING, _NOTHING
-        return launch.writes, frozenset(b for b in launch.reads if not self.users[b])
+        self.add(Launch(collective, self.arena.group, packed, reduced, nbytes, where, carried))
+        self._unfolded[bucket] = None
 
-    def drain(self, gather_order: Iterable[int]) -> None:
+    def _fold(self, through: int, where: str) -> None:
+        """Waits for the reductions of buckets up to ``through`` for which no graph waited, and adds
+        their results to the gradients that are kept. That frees the operands that no other needs:
+        the pieces of a large gradient share a storage."""
+        while self._unfolded and next(iter(self._unfolded)) <= through:
+            bucket = next(iter(self._unfolded))
+            del self._unfolded[bucket]
+            collective, place = self._id(REDUCE, bucket), f"{where}: result of bucket {bucket}"
+            if collective not in self._waited:
+                self.add(Wait(collective, place))
+            launch = self._launched.get(collective)
+            if launch is not None:
+                freed = frozenset(buffer for buffer in launch.reads if not self._users[buffer])
+                self.add(Compute(place, reads_buffers=launch.writes, writes_buffers=freed))
+
+    # --- update ---
+
+    def drain(self) -> None:
         """Waits for the last step's gathers of parameters that no forward used."""
-        for bucket in gather_order:
+        for bucket in self.arena.plan.gather_order:
             collective = self._id(GATHER, bucket)
-            if collective not in self.waited:
+            if collective in self._launched and collective not in self._waited:
                 self.add(Wait(collective, f"step: bucket {bucket} still in flight"))
 
-    def step(self, update_order: Iterable[int], gather_order: Iterable[int]) -> None:
-        """Updates buckets and starts their gathers."""
-        updated: set[int] = set()
-        gathers = deque(gather_order)
-        for bucket in update_order:
-            where = f"step: update of bucket {bucket}"
-            reads, freed = self._wait_reduced(bucket, where)
-            memory = frozenset({self._memory(bucket)})
-            self.add(
-                Compute(
-                    where,
-                    updates=frozenset({BucketKey(self.arena, bucket)}),
-                    reads_buffers=reads,
-                    writes_buffers=memory | freed,
-                )
+    def step(self) -> None:
+        """Updates buckets and gathers them."""
+        order = self.arena.plan.gather_order
+        for bucket in order:
+            if bucket not in self._updated:
+                self._update(bucket, "step")
+        self._updated.clear()
+        for bucket in order if self.arena.sharded else ():
+            collective = self._id(GATHER, bucket)
+            if not self.arena.deferred[bucket] and collective not in self._waited:
+                self.add(Wait(collective, f"step: end of gather of bucket {bucket}"))
+
+    def _update(self, bucket: int, place: str) -> None:
+        if not self._updated:
+            self.drain()
+        self._updated.add(bucket)
+        self._fold(bucket, f"{place}: before bucket {bucket}")
+        self.add(
+            Compute(
+                f"{place}: update of bucket {bucket}",
+                updates=frozenset({BucketKey(self.arena.number, bucket)}),
+                writes_buffers=frozenset({self._memory(bucket)}),
             )
-            updated.add(bucket)
-            while gathers and gathers[0] in updated:
-                self._gather(gathers.popleft())
+        )
+        if self.arena.sharded:
+            self._gather(bucket, place)
 
     def _memory(self, bucket: int) -> str:
-        return f"parameters of bucket {self.arena}.{bucket}"
+        return f"parameters of bucket {self.arena.number}.{bucket}"
 
-    def _gather(self, bucket: int) -> None:
+    def _gather(self, bucket: int, place: str) -> None:
         memory = frozenset({self._memory(bucket)})
-        nbytes = self.gather_bytes[bucket]
-        where = f"step: gather of bucket {bucket}"
-        self.launch(Launch(self._id(GATHER, bucket), self.group, memory, memory, nbytes, where))
-
-    def finish_gathers(self, gather_order: Iterable[int]) -> None:
-        """Waits for the gathers that are still in flight."""
-        for bucket in gather_order:
-            if self._id(GATHER, bucket) in self.in_flight:
-                self.add(Wait(self._id(GATHER, bucket), f"step: end of gather of bucket {bucket}"))
+        nbytes = self.arena.gather_bytes[bucket]
+        where = f"{place}: gather of bucket {bucket}"
+        group = self.arena.group if self.arena.gather_group is None else self.arena.gather_group
+        self.make_room(nbytes, where)
+        self.add(Launch(self._id(GATHER, bucket), group, memory, memory, nbytes, where))
 
 
-def _numbered(actions: Iterable[Action], number: int, carried: frozenset[int]) -> Iterator[Action]:
-    """The actions of a backward, with its number within the step."""
-    for action in actions:
-        if isinstance(action, Compute):
-            yield replace(action, micro_step=number)
-        elif isinstance(action, Launch):
-            yield replace(action, micro_steps=carried)
-        else:
-            yield action
+def _compute_in_run(
+    action: Compute, prefix: str, number: int, elsewhere: frozenset[str]
+) -> Compute:
+    """The action in one run of its graph, in backward ``number``; a step may run a graph often."""
+    return replace(
+        action,
+        where=prefix + action.where,
+        reads_buffers=_prefixed(prefix, action.reads_buffers),
+        writes_buffers=_prefixed(prefix, action.writes_buffers),
+        contributes=action.contributes - elsewhere,
+        micro_step=number,
+    )
+
+
+def _in_run(action: Launch | Wait, prefix: str, number: int) -> Launch | Wait:
+    where = prefix + action.where
+    if isinstance(action, Wait):
+        return replace(action, where=where)
+    return replace(
+        action,
+        where=where,
+        reads=_prefixed(prefix, action.reads),
+        writes=_prefixed(prefix, action.writes),
+        micro_steps=frozenset({number}),
+    )
+
+
+def _prefixed(prefix: str, names: frozenset[str]) -> frozenset[str]:
+    return frozenset(prefix + name for name in names)

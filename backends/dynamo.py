@@ -22,6 +22,7 @@ from fxcomm.runtime.backward_graph import CapturedBackward
 from fxcomm.runtime.model import ManagedModel
 from fxcomm.runtime.parameters import ManagedParameter
 from fxcomm.runtime.start import extend, start, unused_name
+from fxcomm.runtime.verification import ForwardGraph, read_forward
 
 
 def fxcomm(
@@ -62,17 +63,22 @@ def _compile(
     REGISTRY.graph_with_waits()
     compat.guard_identity(gm, parameters)
     model = _model_for(gm, example_inputs, list(parameters.values()), parsed, group)
+    forward: ForwardGraph | None = None
 
     def compile_post_aot(
         graph: torch.fx.GraphModule, inputs: Sequence[object], **kwargs: Any
     ) -> Callable[..., Any]:
-        if model is not None and kwargs.get("is_backward"):
-            lower = backward_lowering(graph, inputs, parsed, **kwargs)
-            gradients = _gradients(graph, parameters, model)
-            return compat.boxed(model.add_graph(CapturedBackward(graph, gradients, lower)))
-        if kwargs.get("is_backward"):
+        nonlocal forward
+        if not kwargs.get("is_backward"):
+            graph, forward = _forward(graph, example_inputs, parsed, model)
+            run = compile_graph(graph, inputs, parsed, **kwargs)
+            return run if model is None else compat.boxed(model.observing_uses(forward, run))
+        if model is None:
             return compile_graph(graph, inputs, parsed, **kwargs)
-        return _forward(graph, inputs, example_inputs, parsed, model, **kwargs)
+        assert forward is not None, "AOTAutograd compiles the forward first"
+        lower = backward_lowering(graph, inputs, parsed, **kwargs)
+        gradients = _gradients(graph, parameters, model)
+        return compat.boxed(model.add_graph(CapturedBackward(graph, gradients, lower, forward)))
 
     return compat.compile_fx(
         gm, example_inputs, config=parsed.inductor_config(), inner_compile=compile_post_aot
@@ -81,28 +87,23 @@ def _compile(
 
 def _forward(
     graph: torch.fx.GraphModule,
-    inputs: Sequence[object],
     example_inputs: Sequence[Any],
     options: Options,
     model: ManagedModel | None,
-    **inductor_arguments: Any,
-) -> Callable[..., Any]:
-    """A forward or inference graph, which waits for each parameter at its first use: trained or
-    frozen now, another graph may have it updated."""
+) -> tuple[torch.fx.GraphModule, ForwardGraph]:
+    """A forward or inference graph made to wait for each parameter at its first use, and what it
+    then does: trained or frozen now, another graph may have the parameter updated."""
     parameters = {
         position: example_inputs[index]
         for position, index in compat.plain_inputs(graph).items()
         if isinstance(example_inputs[index], nn.Parameter)
     }
-    positions = frozenset(parameters)
-    order = [REGISTRY.find(parameters[i]) for i in use_order(graph, positions)]
-    uses = [found[1].index for found in order if found is not None and found[0] is model]
+    found = {position: REGISTRY.find(p) for position, p in parameters.items()}
+    managed = {i: entry[1] for i, entry in found.items() if entry and entry[0] is model}
+    uses = [managed[i].index for i in use_order(graph, frozenset(managed))]
     if options.stage != "ddp" and options.commshift:
-        graph = run_passes(GATHER_PASSES, graph, GatherContext(positions))
-    run = compile_graph(graph, inputs, options, **inductor_arguments)
-    if model is None:
-        return run
-    return compat.boxed(model.observing_uses(uses, run))
+        graph = run_passes(GATHER_PASSES, graph, GatherContext(frozenset(parameters)))
+    return graph, read_forward(graph.graph, {i: p.name for i, p in managed.items()}, uses)
 
 
 def _model_for(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from fxcomm import compat
 from fxcomm.backends.communicators import communicator_for
+from fxcomm.backends.lowering import compile_update
 from fxcomm.communicator import Communicator
 from fxcomm.errors import FxcommError
 from fxcomm.options import Options
@@ -69,4 +71,5 @@ def open_environment(
         connect=connect,
         connect_control=lambda: open_group("gloo"),
         in_flight=in_flight,
+        compile_update=functools.partial(compile_update, options=options),
     )

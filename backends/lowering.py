@@ -58,3 +58,31 @@ def backward_lowering(
         return run if guards.any else compiled
 
     return lower
+
+
+# The length of runs with which an update is traced; it serves for others, too.
+_EXAMPLE_LENGTH = 4096
+
+
+def compile_update(
+    update: Callable[..., tuple[()]],
+    example: Callable[[int], list[torch.Tensor]],
+    options: Options,
+) -> Callable[[list[Any]], object]:
+    """Compiles a function that changes flat tensors of one length in place, into one loop where
+    Inductor can. The result takes the tensors in a list."""
+
+    def interpreted(tensors: list[Any]) -> object:
+        return update(*tensors)
+
+    if options.lowering == "eager":
+        return interpreted
+    graph, inputs = compat.trace_in_place(update, example(_EXAMPLE_LENGTH))
+    config = {**options.inductor_config(), **compat.ROUND_AS_WRITTEN}
+    compiled = compat.compile_inner(graph, inputs, config=config, is_inference=True)
+
+    def run(tensors: list[Any]) -> object:
+        # A graph for any length is not for these.
+        return compiled(tensors) if tensors[0].numel() > 1 else interpreted(tensors)
+
+    return run

@@ -7,7 +7,7 @@ is written into an fx graph by a pass, so that there is one definition of what a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -55,6 +55,25 @@ def call_eagerly(step: OperatorCall, value: torch.Tensor) -> torch.Tensor:
     result = step.target(value, *step.arguments)
     assert isinstance(result, torch.Tensor)
     return result
+
+
+def group_of(arguments: Iterable[object]) -> str | None:
+    """The process group that the operator of a collective gets with its ``arguments``, or None:
+    torch's operators take its name last."""
+    return next((a for a in reversed([*arguments]) if isinstance(a, str)), None)
+
+
+def held_bytes(operand: torch.Tensor, result: torch.Tensor) -> int:
+    """Bytes that a collective holds in flight: what it reads and what it makes of it."""
+    return sum(int(tensor.numel()) * tensor.itemsize for tensor in (operand, result))
+
+
+def reduction_bytes(collective: Collective, numel: int, dtype: torch.dtype) -> int:
+    """Bytes that ``collective`` will hold in flight (:func:`held_bytes`) for a flat buffer of
+    ``numel`` elements."""
+    buffer = torch.empty(numel, dtype=dtype, device="meta")
+    operand = apply_calls(collective.prepare, buffer, call_eagerly)
+    return held_bytes(operand, call_eagerly(collective.launch, operand))
 
 
 class Waitable(Protocol):

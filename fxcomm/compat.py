@@ -18,6 +18,8 @@ from typing import Any, TypeVar, cast
 import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
+import torch._inductor.ir as inductor_ir
+import torch._inductor.lowering as inductor_lowering
 import torch.distributed as dist
 import torch.distributed._functional_collectives  # registers the _c10d_functional operators
 import torch.fx
@@ -32,6 +34,9 @@ from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTIn
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor.compile_fx import compile_fx as _compile_fx
 from torch._inductor.compile_fx import compile_fx_inner as _compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.virtualized import V
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 Wrapper = TypeVar("Wrapper", bound=torch.Tensor)
@@ -44,6 +49,9 @@ KEEP_LAUNCH_ORDER: Mapping[str, object] = {
     "reorder_for_locality": False,
     "reorder_for_compute_comm_overlap": False,
 }
+
+# Inductor computes in 32 bits and leaves out roundings to 16 bits in between.
+ROUND_AS_WRITTEN: Mapping[str, object] = {"emulate_precision_casts": True}
 
 # What ``torch.compile``'s wrapper puts in front of the names of the parameters below it.
 COMPILED_PREFIX = "_orig_mod."
@@ -97,6 +105,54 @@ def compile_inner(
         )
 
 
+def lower_in_place(operator: torch._ops.OpOverload) -> None:
+    """Teaches Inductor ``operator(parts, strides, offsets, numel)``: a flat tensor of ``numel``
+    elements with each part, dense, at its offset with its strides, and zeros everywhere else.
+
+    A kernel that can write its result anywhere writes its part there; other parts are copied.
+    """
+    inductor_lowering.register_lowering(operator, type_promotion_kind=None)(_lower_in_place)
+
+
+def _lower_in_place(
+    parts: Sequence[Any], strides: Sequence[int], offsets: Sequence[int], numel: int
+) -> Any:
+    """What Inductor does for ``aten.cat``, with places of any strides for the parts."""
+    dtype, device = parts[0].get_dtype(), parts[0].get_device()
+    layout = inductor_ir.FixedLayout(device, dtype, [numel], [1])
+    buffer = inductor_ir.ConcatKernel(name=None, layout=layout, inputs=[])
+    storage = inductor_ir.StorageBox(buffer)
+
+    def put(part: Any, strides: Sequence[int], offset: int) -> None:
+        place = inductor_ir.FixedLayout(device, dtype, part.get_size(), list(strides), offset)
+        view = inductor_ir.ReinterpretView(data=storage, layout=place)
+        buffer.inputs.append(inductor_ir.ConcatKernel.realize_into(part, view))
+
+    def put_zeros(start: int, end: int) -> None:
+        if start < end:
+            zeros = inductor_lowering.full([end - start], 0, dtype=dtype, device=device)
+            put(zeros, [1], start)
+
+    end, left = 0, list(strides)
+    nodes = V.graph.current_node.args[0]
+    for node, part, offset in zip(nodes, parts, offsets, strict=True):
+        put_zeros(end, offset)
+        own, left = left[: len(part.get_size())], left[len(part.get_size()) :]
+        # What the graph also returns needs memory of its own: its owner may change it.
+        put(inductor_lowering.clone(part) if _is_returned(node) else part, own, offset)
+        end = offset + int(part.get_numel())
+    put_zeros(end, numel)
+    buffer.name = V.graph.register_buffer(buffer)
+    buffer.inputs = inductor_ir.ConcatKernel.unwrap_storage(buffer.inputs)
+    V.graph.register_operation(buffer)
+    return inductor_ir.TensorBox(storage)
+
+
+def _is_returned(node: torch.fx.Node) -> bool:
+    """Whether the node or a view of it is an output of its graph."""
+    return any(user.op == "output" or (is_view(user) and _is_returned(user)) for user in node.users)
+
+
 def compile_context() -> Callable[[], AbstractContextManager[None]]:
     """Remembers the tracing context of the running compilation, so that a graph captured in it can
     be lowered later. The result opens it again."""
@@ -111,6 +167,20 @@ def compile_context() -> Callable[[], AbstractContextManager[None]]:
             yield
 
     return reopen
+
+
+def trace_in_place(
+    function: Callable[..., object], examples: Sequence[torch.Tensor]
+) -> tuple[torch.fx.GraphModule, list[Any]]:
+    """A function of tensors, which it changes in place, as a post-AOT graph for any sizes, and the
+    graph's example inputs. Sizes that are equal in ``examples`` are the same size; 0 and 1 are not
+    among those that the graph is for."""
+    functional = torch.func.functionalize(function, remove="mutations_and_views")
+    traced = make_fx(
+        functional, decomposition_table=select_decomp_table(), tracing_mode="symbolic"
+    )(*examples)
+    placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
+    return traced, [node.meta["val"] for node in placeholders]
 
 
 def fake_mode_of(values: Sequence[object]) -> Any:

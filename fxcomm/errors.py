@@ -11,6 +11,10 @@ class OptionsError(FxcommError, ValueError):
     """An entry of ``torch.compile(options={...})`` is unknown or has a wrong value."""
 
 
+class PlanError(FxcommError, ValueError):
+    """A plan cannot be read, or is not a plan for the model."""
+
+
 class ShardedGradientError(FxcommError):
     """Something touched a ``p.grad`` of which this rank holds only a shard."""
 

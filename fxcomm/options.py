@@ -23,12 +23,16 @@ from fxcomm.errors import OptionsError
 T = TypeVar("T")
 
 Stage = Literal["zero2", "zero1", "ddp"]
+Update = Literal["at_step", "in_backward"]
 Lowering = Literal["inductor", "eager"]
 
 STAGES: tuple[str, ...] = get_args(Stage)
+UPDATES: tuple[str, ...] = get_args(Update)
 LOWERINGS: tuple[str, ...] = get_args(Lowering)
 PLANS: tuple[str, ...] = ("auto", "bucket-25mb")
-"""Names that ``plan`` accepts."""
+"""Names that ``plan`` accepts, beside paths."""
+
+_PLAN_FILE = ".json"  # how the path of a plan ends; no name does
 
 
 class _RefusedError(Exception):
@@ -122,6 +126,16 @@ def _mesh(value: object) -> tuple[DeviceMesh, str | int | None]:
     return mesh, dim
 
 
+def _plan(value: object) -> str:
+    """The name of a plan or the path of its file, as a string. Only rank 0 needs the file."""
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if isinstance(text, str) and text.endswith(_PLAN_FILE):
+        return text
+    if isinstance(text, str) and (text is not value or os.sep in text or "." in text):
+        raise _RefusedError(f"The path of a plan ends in {_PLAN_FILE}.")
+    return _one_of(PLANS)(text)
+
+
 def _directory(value: object) -> str:
     """A path, as a string. The directory need not exist yet."""
     path = os.fspath(value) if isinstance(value, os.PathLike) else value
@@ -204,9 +218,10 @@ class Options:
     plan: str = field(
         default="auto",
         metadata=_about(
-            _one_of(PLANS),
-            allowed=_quoted(PLANS),
-            help="The overlap plan: found by search and tuned (auto), or a named baseline.",
+            _plan,
+            allowed=f"{_quoted(PLANS)}, or the path of a {_PLAN_FILE} file as str or os.PathLike",
+            help="The overlap plan: found by search and tuned (auto), a named baseline, or a file "
+            "with a plan that 'dump' wrote, which only rank 0 reads.",
         ),
     )
     bucket_mb: float | None = field(
@@ -234,6 +249,16 @@ class Options:
             allowed="True, False",
             help="Whether collectives may leave their phase: gathers run on into the next forward, "
             "where each parameter is waited for at its first use. False keeps them in the step.",
+        ),
+    )
+    update: Update = field(
+        default="at_step",
+        metadata=_about(
+            _one_of(UPDATES),
+            allowed=_quoted(UPDATES),
+            help="When parameters are updated: in optimizer.step(), or those of late layers "
+            "already in the backward, when nothing reads the old values any more. Gradients cannot "
+            "be clipped or unscaled then, and each backward needs its step.",
         ),
     )
     reduce_dtype: torch.dtype | None = field(
@@ -324,6 +349,11 @@ class Options:
             return self.process_group
         mesh, dim = self.mesh
         return mesh.get_group(dim)
+
+    @property
+    def plan_file(self) -> str | None:
+        """The path of the file whose plan is replayed; None if ``plan`` names a plan."""
+        return self.plan if self.plan.endswith(_PLAN_FILE) else None
 
     def inductor_config(self) -> dict[str, object]:
         """The ``inductor`` option as a new dict."""

@@ -22,6 +22,8 @@ BASELINE_BUCKET_BYTES = 25 * MEGABYTE
 # besides its bytes: the first and the last bucket of a step are what nothing can hide.
 _BUCKETS_OF_A_STEP = 20
 _LEAST_BUCKET_BYTES = MEGABYTE
+# A bucket is updated in the backward when so many later ones were launched: time for its reduction.
+_UPDATE_LAG = 2
 # Four baseline buckets: enough to keep a link busy, and bounded for models of any size.
 BASELINE_IN_FLIGHT_BYTES = 4 * BASELINE_BUCKET_BYTES
 
@@ -56,6 +58,10 @@ class OverlapPlan:
     In the optimizer's step buckets are updated and gathered in ``gather_order``: the first gather
     starts when its own bucket is updated, not when all are. With ``commshift`` the gathers run on
     into the next forward; else the step waits for them.
+
+    The first ``len(update_after)`` buckets are updated and gathered in the backward graph that
+    launches them, bucket ``b`` behind the launch of bucket ``update_after[b]``, which gives its
+    reduction time; they are the first ones in ``gather_order``, in the order of their numbers.
     """
 
     name: str
@@ -64,6 +70,7 @@ class OverlapPlan:
     in_flight_bytes: int | None
     gather_order: tuple[int, ...]
     commshift: bool
+    update_after: tuple[int, ...] = ()
 
     def to_json(self) -> str:
         """The plan as JSON text; equal plans give equal texts."""
@@ -74,6 +81,7 @@ class OverlapPlan:
             "in_flight_bytes": self.in_flight_bytes,
             "gather_order": self.gather_order,
             "commshift": self.commshift,
+            "update_after": self.update_after,
         }
         return json.dumps(fields, sort_keys=True)
 
@@ -100,6 +108,7 @@ class OverlapPlan:
             fields["in_flight_bytes"],
             tuple(fields["gather_order"]),
             fields["commshift"],
+            tuple(fields["update_after"]),
         )
 
 
@@ -121,6 +130,53 @@ def _check_fields(fields: dict[str, Any], buckets: int) -> None:
         raise ValueError("the plan's gather_order does not name each bucket once")
     if not isinstance(commshift, bool):
         raise ValueError(f"the plan's commshift is {commshift!r}, not true or false")
+    _check_update_after(fields["update_after"], in_graph, order)
+
+
+def _check_update_after(places: Any, in_graph: list[bool], gather_order: list[int]) -> None:
+    if not isinstance(places, list) or len(places) > len(in_graph):
+        raise ValueError("the plan's update_after is not a list for its first buckets")
+    for bucket, place in enumerate(places):
+        if type(place) is not int or not bucket <= place < len(in_graph):
+            raise ValueError(f"the plan updates bucket {bucket} after {place!r}, no later bucket")
+        if not in_graph[bucket] or not in_graph[place]:
+            raise ValueError(f"the plan updates bucket {bucket} in no graph that launches it")
+    if gather_order[: len(places)] != list(range(len(places))):
+        raise ValueError("the plan's gather_order does not begin with what the backward updates")
+
+
+def misfits(
+    plan: OverlapPlan, parameters: Sequence[ParameterSpec], *, world_size: int, split: bool
+) -> list[str]:
+    """Why ``plan`` is none for ``parameters`` in any order on ``world_size`` ranks, a line for each
+    difference; nothing if it fits. Without ``split`` it must not cut a parameter."""
+    layout, lines = plan.layout, []
+    if layout.world_size != world_size:
+        lines.append(f"the plan is for {layout.world_size} ranks, the model trains on {world_size}")
+    planned = {spec.name: spec for spec in layout.parameters}
+    actual = {spec.name: spec for spec in parameters}
+    for name in dict.fromkeys([*actual, *planned]):
+        if name not in planned:
+            lines.append(
+                f"parameter {name!r}: not in the plan, the model has {_kind(actual[name])}"
+            )
+        elif name not in actual:
+            lines.append(f"parameter {name!r}: the plan has {_kind(planned[name])}, not the model")
+        elif planned[name] != actual[name]:
+            ours, theirs = _kind(planned[name]), _kind(actual[name])
+            lines.append(f"parameter {name!r}: the plan has {ours}, the model {theirs}")
+    for index, spec in enumerate(() if split else layout.parameters):
+        pieces = len(layout.parameter_segments(index))
+        if pieces > 1:
+            lines.append(
+                f"parameter {spec.name!r}: the plan cuts it into {pieces} pieces, stage 'ddp' "
+                "keeps it whole"
+            )
+    return lines
+
+
+def _kind(spec: ParameterSpec) -> str:
+    return f"{spec.numel} elements of {spec.dtype} ({spec.itemsize} bytes each) on {spec.device}"
 
 
 def launch_runs(count: int, observed: ObservedBackward) -> tuple[list[list[int]], list[int]]:
@@ -178,12 +234,15 @@ def baseline_plan(
     in_flight_bytes: int | None,
     split: bool,
     commshift: bool,
+    in_backward: bool = False,
 ) -> OverlapPlan:
     """Fixed-size buckets in the order in which ``observed`` produced the gradients, gathered in
     the order in which a forward uses parameters (``uses``, indices).
 
     ``bucket_bytes`` None is DDP's 25 MB. Buckets never mix parameters of two graph runs, so that
     each starts inside the graph that completes it. ``split`` allows large tensors to be cut.
+    ``in_backward`` updates and gathers inside the backward what has a later launch to do it after,
+    if all of the backward is one graph.
     """
     runs, rest = launch_runs(len(parameters), observed)
     layout = build_layout(
@@ -194,14 +253,29 @@ def baseline_plan(
     )
     late = {parameters[p].name for p in rest}
     slots = {spec.name: slot for slot, spec in enumerate(layout.parameters)}
+    in_graph = tuple(
+        not any(layout.parameters[s.parameter].name in late for s in bucket.segments)
+        for bucket in layout.buckets
+    )
+    update_after = _update_places(in_graph, in_backward and _is_one_graph(observed))
+    early = range(len(update_after))
+    by_use = order_of_use(layout, [slots[parameters[p].name] for p in uses])
     return OverlapPlan(
         name="bucket-25mb" if bucket_bytes is None else f"bucket-{bucket_bytes}b",
         layout=layout,
-        in_graph=tuple(
-            not any(layout.parameters[s.parameter].name in late for s in bucket.segments)
-            for bucket in layout.buckets
-        ),
+        in_graph=in_graph,
         in_flight_bytes=in_flight_bytes,
-        gather_order=order_of_use(layout, [slots[parameters[p].name] for p in uses]),
+        gather_order=(*early, *(bucket for bucket in by_use if bucket not in early)),
         commshift=commshift,
+        update_after=update_after,
     )
+
+
+def _is_one_graph(observed: ObservedBackward) -> bool:
+    """Whether nothing else runs in the backward that could read a parameter after its update."""
+    return len(observed.executions) == 1 and not observed.eager
+
+
+def _update_places(in_graph: Sequence[bool], in_backward: bool) -> tuple[int, ...]:
+    launched = next((b for b, inside in enumerate(in_graph) if not inside), len(in_graph))
+    return tuple(range(_UPDATE_LAG, launched)) if in_backward else ()

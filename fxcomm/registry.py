@@ -8,6 +8,7 @@ one place in fxcomm that outlives a call. It holds nothing alive that the user h
 from __future__ import annotations
 
 import atexit
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from fxcomm import compat
 from fxcomm.errors import UnsupportedModelError
+from fxcomm.passes.update import implement_update_bucket
 from fxcomm.runtime.adoption import ReplicatedOptimizer, adopt
 from fxcomm.runtime.in_flight import InFlightParameters
 from fxcomm.runtime.model import ManagedModel
@@ -39,6 +41,10 @@ class Registry:
             weakref.WeakKeyDictionary()
         )
         self._adopted = WeakIdKeyDictionary()
+        self._serials = itertools.count()
+        self._by_serial: weakref.WeakValueDictionary[int, ManagedModel] = (
+            weakref.WeakValueDictionary()
+        )
         self._silent: list[nn.Module] = []
         self._counts: Counter[tuple[int, ...]] = Counter()
         self._strangers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -52,6 +58,7 @@ class Registry:
         register_optimizer_step_pre_hook(self._before_step)
         compat.watch_parameter_reads(self.in_flight.before_read)
         compat.watch_compiled_frames(self._frame_compiled)
+        implement_update_bucket(self._update_bucket)
         atexit.register(self.in_flight.finish_all)
 
     def graph_with_waits(self) -> None:
@@ -76,10 +83,27 @@ class Registry:
         """Registers a model and its parameters; ``root`` keeps the model alive."""
         if root is not None:
             self._by_root[root] = model
+        model.serial = next(self._serials)
+        self._by_serial[model.serial] = model
         self.refresh(model)
         for module in self._silent:
             if model in self.models_of(module.parameters()):
                 model.silence(1)
+
+    def _update_bucket(
+        self,
+        reduced: torch.Tensor,
+        packed: torch.Tensor | None,
+        model: int,
+        arena: int,
+        bucket: int,
+    ) -> None:
+        """What ``fxcomm::update_bucket`` does in a backward graph, which knows numbers only."""
+        owner = self._by_serial[model]
+        if packed is None:
+            owner.update_in_backward(arena, bucket, None, None, reduced)
+        else:
+            owner.update_in_backward(arena, bucket, packed, reduced, None)
 
     def refresh(self, model: ManagedModel) -> None:
         """Registers parameters that were added to a model."""
@@ -143,7 +167,7 @@ class Registry:
         # One hook is this one.
         alone = _closure(args, kwargs) is None and compat.step_pre_hooks(optimizer) == 1
         adopted.before_step(optimizer, alone=alone)
-        args, kwargs = _with_closure(args, kwargs, adopted.take_gradients)
+        args, kwargs = _with_closure(args, kwargs, lambda: adopted.take_gradients(optimizer))
         return (adopted.stand_in(optimizer), *args[1:]), kwargs
 
     def _refuse_skipped(self, optimizer: torch.optim.Optimizer) -> None:
@@ -155,8 +179,13 @@ class Registry:
         if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
             return
         trained = {
-            id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+            id(p)
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if isinstance(p, nn.Parameter) and p.grad is not None
         }
+        if not trained:
+            return  # an optimizer of plain tensors; looking for modules takes long
         for module in compat.modules_compiled_with(self._backend):
             if any(id(p) in trained for p in module.parameters()):
                 raise UnsupportedModelError(

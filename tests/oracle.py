@@ -54,6 +54,21 @@ def train_ranks(
     model = case.model(seed=rank).to(device)
     compiled = torch.compile(model, backend="fxcomm", options=dict(options))
     optimizer = make_optimizer(compiled.parameters())
+    return train_compiled(case, model, compiled, optimizer, steps, clip, micro_steps)
+
+
+def train_compiled(
+    case: Case,
+    model: nn.Module,
+    compiled: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: int = 5,
+    clip: float | None = None,
+    micro_steps: int = 1,
+) -> Trained:
+    """The ordinary loop on one of the ranks; ``compiled`` is ``model`` for ``backend="fxcomm"``."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    device = next(model.parameters()).device
     result = Trained()
     for step in range(steps):
         total = 0.0

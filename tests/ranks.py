@@ -22,6 +22,9 @@ import torch.multiprocessing as mp
 
 DEFAULT_TIMEOUT_S = 120.0
 GROUP_TIMEOUT_S = 60.0
+# A server that has imported these forks the ranks: an import of torch takes seconds. None of them
+# starts a thread or computes, which a fork would not survive; fxcomm is each rank's own to import.
+_IMPORTED_ONCE = ["torch._dynamo", "torch._inductor.compile_fx", "networkx", "pytest", "hypothesis"]
 
 
 @dataclass
@@ -70,7 +73,8 @@ class Ranks:
         self._pipes: list[Connection] = []
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(_IMPORTED_ONCE)
         rendezvous = os.path.join(tempfile.mkdtemp(), "rendezvous")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import fxcomm
 from tests.ranks import Ranks
 from tests.test_optimizers import (
+    Script,
     Site,
     assert_alike,
     assert_like_one_process,
@@ -24,7 +25,8 @@ from tests.test_optimizers import (
     run_script,
     snapshot,
 )
-from tests.zoo import ROWS, ZOO
+from tests.test_reads import withheld_gathers
+from tests.zoo import ROWS, ZOO, TiedGPT
 
 Pools = Callable[[int], Ranks]
 Run = Callable[[Site, nn.Module, int], None]
@@ -451,6 +453,18 @@ def test_eager_part_before_the_first_graph_is_right_or_refused(ranks: Pools, who
 # --- ranks that run different graphs --------------------------------------------------------------
 
 
+def run_with_late_gathers(rank: int, world_size: int, *script: Any) -> Any:
+    """A job: runs a script on a rank while gathers come as late as they may."""
+    with withheld_gathers():
+        return run_script(rank, world_size, *script)
+
+
+def _assert_like_one_process(pool: Ranks, script: Script, *args: Any, **options: Any) -> None:
+    expected = script(Site(pool.world_size), *args)
+    for rank, actual in enumerate(pool.run(run_with_late_gathers, script, options, args)):
+        assert_alike(actual, expected, 1e-10, f"rank {rank}")
+
+
 class Breaking(nn.Module):
     """Breaks the graph on demand, and applies its middle layer as often as it is told."""
 
@@ -469,18 +483,18 @@ class Breaking(nn.Module):
         return self.last(x)
 
 
-def train_breaking(site: Site, breaks: list[set[int]], times: list[set[int]]) -> dict[str, Any]:
-    """In step i the ranks in ``breaks[i]`` break the graph, and the ranks in ``times[i]`` use the
-    middle layer twice, the others once."""
+def train_breaking(site: Site, breaks: list[set[int]], times: list[tuple[int, ...]]) -> Any:
+    """In step i the ranks in ``breaks[i]`` break the graph, and rank r applies the middle layer
+    ``times[i][r]`` times: it is no part of the graph of a rank that does not use it."""
     torch.manual_seed(site.rank or 0)
     model = Breaking().double()
     compiled = site.compile(model)
     optimizer = _momentum(model.parameters())
     losses, norms = [], []
-    for step, (breaking, twice) in enumerate(zip(breaks, times, strict=True)):
+    for step, (breaking, of_rank) in enumerate(zip(breaks, times, strict=True)):
         total = 0.0
         for rank in _played(site):
-            arguments = (rank in breaking, 1 + (rank in twice))
+            arguments = (rank in breaking, of_rank[rank])
             total += _backward_of(site, compiled, rank, step, *arguments)
         losses.append(site.mean(total))
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
@@ -495,14 +509,26 @@ def test_graph_breaks_on_some_ranks(
     ranks: Pools, first: set[int], world_size: int, stage: str
 ) -> None:
     breaks = [first, first, {0}, {1}, {0, 1}, set()]
-    times = [set(), {1}, set(), {0}, {1}, {0, 1}]
+    times = [(1, 1, 1), (1, 2, 1), (1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1)]
     options = {"stage": stage, "bucket_mb": 0.0005}
-    assert_like_one_process(ranks(world_size), train_breaking, breaks, times, **options)
+    _assert_like_one_process(ranks(world_size), train_breaking, breaks, times, **options)
+
+
+@SHARDED_OR_NOT
+@pytest.mark.parametrize("first", [(1, 1), (1, 0), (0, 1)], ids=["nobody", "rank 1", "rank 0"])
+def test_a_branch_unused_on_some_ranks(ranks: Pools, first: tuple[int, int], stage: str) -> None:
+    """Unused from the first step, from which the plan is made, or later; and by all at last."""
+    times = [first, (1, 0), (0, 1), (1, 1), (2, 0), (0, 0)]
+    breaks: list[set[int]] = [set()] * 5 + [{0}]
+    options = {"stage": stage, "bucket_mb": 0.0005}
+    _assert_like_one_process(ranks(2), train_breaking, breaks, times, **options)
 
 
 def train_lengths(site: Site, lengths: list[tuple[int, int]]) -> dict[str, Any]:
     """In step i, rank r has sequences of ``lengths[i][r]`` tokens."""
-    model, compiled = site.model("gpt")
+    torch.manual_seed(site.rank or 0)
+    model = TiedGPT(layers=1).double()
+    compiled = site.compile(model)
     optimizer = torch.optim.AdamW(compiled.parameters(), lr=0.01)
     losses = []
     for step, of_rank in enumerate(lengths):
@@ -529,7 +555,7 @@ def train_lengths(site: Site, lengths: list[tuple[int, int]]) -> dict[str, Any]:
 def test_sequences_of_other_length(
     ranks: Pools, lengths: list[tuple[int, int]], stage: str
 ) -> None:
-    assert_like_one_process(ranks(2), train_lengths, lengths, stage=stage)
+    _assert_like_one_process(ranks(2), train_lengths, lengths, stage=stage)
 
 
 def train_on_some(site: Site) -> dict[str, Any]:
@@ -553,4 +579,4 @@ def train_on_some(site: Site) -> dict[str, Any]:
 
 @SHARDED_OR_NOT
 def test_one_rank_goes_around_the_compiled_model(ranks: Pools, stage: str) -> None:
-    assert_like_one_process(ranks(2), train_on_some, stage=stage)
+    _assert_like_one_process(ranks(2), train_on_some, stage=stage)

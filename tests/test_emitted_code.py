@@ -79,6 +79,9 @@ class Layers(nn.Sequential):
 
 LAYER_MB = 4 * (48 * 48 + 64) / 2**20
 GPT_MB = 0.008
+# The benchmark's blocks, in buckets of its default size.
+BLOCK = {"width": 384, "layers": 2}
+BLOCKS_MB = 4.0
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ class Emitted:
     events: tuple[Event, ...]
     plan: OverlapPlan
     returned: str
+    code: str
 
     def places(self, kind: str) -> list[int]:
         """Indices of the events of a kind."""
@@ -114,9 +118,10 @@ def emitting_job(rank: int, world_size: int, name: str, options: dict[str, Any])
     """Trains two steps with Inductor; the emitted codes and the plan."""
     del rank, world_size
     torch.manual_seed(0)
-    gpt = name == "gpt"
-    model: nn.Module = TiedGPT(vocabulary=23, width=16, layers=3) if gpt else Layers()
-    inputs = torch.randint(0, 23, (2, 9)) if gpt else torch.randn(8, 48)
+    size = BLOCK if name == "blocks" else {"width": 16, "layers": 3}
+    layers = name == "layers"
+    model: nn.Module = Layers() if layers else TiedGPT(vocabulary=23, **size)
+    inputs = torch.randn(8, 48) if layers else torch.randint(0, 23, (2, 9))
     compiled = torch.compile(model, backend="fxcomm", options=options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -144,7 +149,7 @@ def emit(as_fake_rank: AsFakeRank) -> Callable[..., Emitted]:  # noqa: F811
         assert len(launching) == 1, "one backward graph launches all collectives"
         (code,) = launching
         returned = re.findall(r"\n        return \((.*)\)", code)[-1]
-        return Emitted(tuple(events_of(code)), OverlapPlan.from_json(plan), returned)
+        return Emitted(tuple(events_of(code)), OverlapPlan.from_json(plan), returned, code)
 
     return run
 
@@ -154,9 +159,9 @@ Emit = Callable[..., Emitted]
 # name: (model, options)
 PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "layers": ("layers", {"bucket_mb": LAYER_MB}),
-    "layers, little in flight": ("layers", {"bucket_mb": LAYER_MB, "in_flight_mb": 2 * LAYER_MB}),
+    "layers, little in flight": ("layers", {"bucket_mb": LAYER_MB, "in_flight_mb": 4 * LAYER_MB}),
     "gpt": ("gpt", {"bucket_mb": GPT_MB}),
-    "gpt, little in flight": ("gpt", {"bucket_mb": GPT_MB, "in_flight_mb": 2.5 * GPT_MB}),
+    "gpt, little in flight": ("gpt", {"bucket_mb": GPT_MB, "in_flight_mb": 5 * GPT_MB}),
     "gpt, 16 bits": ("gpt", {"bucket_mb": GPT_MB, "reduce_dtype": "bfloat16"}),
     "layers, ddp": ("layers", {"bucket_mb": LAYER_MB, "stage": "ddp"}),
 }
@@ -231,7 +236,8 @@ def test_waits_are_not_next_to_their_launches(little: Emitted) -> None:
 def test_bytes_in_flight_stay_under_the_limit_in_the_emitted_order(little: Emitted) -> None:
     limit = little.plan.in_flight_bytes
     assert limit is not None
-    sizes = iter([bucket.nbytes for bucket in little.plan.layout.buckets])
+    # A bucket and what comes of it, which for an all-to-all is as large.
+    sizes = iter([2 * bucket.nbytes for bucket in little.plan.layout.buckets])
     running: dict[str, int] = {}
     for event in little.events:
         if event.kind == "launch":
@@ -259,6 +265,86 @@ def test_memory_in_flight_is_left_alone(program: Emitted) -> None:
     for result, operand in in_flight.items():
         assert result in returned
         assert operand in returned
+
+
+# --- what is copied into buckets ---
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """Where something is written: elements from ``offset`` of a bucket on."""
+
+    bucket: int
+    offset: int
+
+
+_ALIAS = re.compile(r"(\w+) = reinterpret_tensor\((\w+), .*, (\d+)\)  # alias")
+_MATMUL_INTO = re.compile(r"extern_kernels\.\w*mm\(.*out=(\w+)\)")
+_CALL = re.compile(r"(cpp_fused_\w+)\((.*)\)")
+_KERNEL = re.compile(r"(cpp_fused_\w+) = async_compile\.cpp_pybinding\(.*?r'''(.*?)'''\)", re.DOTALL)
+_PARAMETERS = re.compile(r"void  kernel\((.*?)\)", re.DOTALL)
+# A value that is loaded and, with nothing done to it, stored.
+_COPY = re.compile(r"auto (tmp\d+) = [^;]*_ptr\d+[^;]*;\s*(?:\1\.store\((\w+)|(\w+)\[.*\] = \1;)")
+
+
+def places_of(program: Emitted) -> dict[str, Place]:
+    """The places in buckets that variables of the emitted code stand for."""
+    buckets = {event.operand: number for number, event in enumerate(program.launches())}
+    found = (_ALIAS.match(event.line) for event in program.events)
+    return {m[1]: Place(buckets[m[2]], int(m[3])) for m in found if m and m[2] in buckets}
+
+
+def written_by_matmuls(program: Emitted) -> set[Place]:
+    places = places_of(program)
+    found = (_MATMUL_INTO.match(event.line) for event in program.events)
+    return {places[m[1]] for m in found if m and m[1] in places}
+
+
+def copied(program: Emitted) -> set[Place]:
+    """What C++ kernels fill with nothing but copies."""
+    bodies = dict(_KERNEL.findall(program.code))
+    places = places_of(program)
+    found = set()
+    for call in filter(None, (_CALL.match(event.line) for event in program.events)):
+        signature = _PARAMETERS.search(bodies[call[1]])
+        assert signature is not None
+        names = [parameter.split("*")[-1].strip() for parameter in signature[1].split(",")]
+        given = dict(zip(names, call[2].split(", "), strict=True))
+        stored = {given[copy[2] or copy[3]] for copy in _COPY.finditer(bodies[call[1]])}
+        found |= {places[name] for name in stored if name in places}
+    return found
+
+
+def whole_and_cut(plan: OverlapPlan) -> tuple[dict[Place, str], dict[Place, str]]:
+    """The parameters that lie whole in a bucket, and those of which a part does, by place."""
+    whole, cut = {}, {}
+    for number, bucket in enumerate(plan.layout.buckets):
+        for segment in bucket.segments:
+            spec = plan.layout.parameters[segment.parameter]
+            of = whole if segment.numel == spec.numel else cut
+            of[Place(number, segment.offset)] = spec.name
+    return whole, cut
+
+
+@pytest.fixture(params=["gpt", "blocks"])
+def packed_program(request: pytest.FixtureRequest, emit: Emit) -> Emitted:
+    return emit(request.param, bucket_mb=GPT_MB if request.param == "gpt" else BLOCKS_MB)
+
+
+def test_matmuls_write_whole_gradients_into_their_buckets(packed_program: Emitted) -> None:
+    whole, _ = whole_and_cut(packed_program.plan)
+    # The tied weight is an embedding's, too: its gradient is a sum of two.
+    matmuls = {p for p, name in whole.items() if re.search(r"(qkv|out|up|down)\.weight", name)}
+    assert matmuls
+    assert matmuls <= written_by_matmuls(packed_program)
+
+
+def test_only_parts_of_gradients_are_copied(packed_program: Emitted) -> None:
+    whole, cut = whole_and_cut(packed_program.plan)
+    copies = copied(packed_program)
+    assert cut
+    assert copies >= cut.keys(), "what is copied must be found"
+    assert not [whole[place] for place in copies if place in whole]
 
 
 # --- the forward, whose waits let gathers run on into it ---

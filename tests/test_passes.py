@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fxcomm import compat
 from fxcomm.analysis.gradients import leaves_behind, output_node, output_values, production_order
 from fxcomm.communicator import Collective, OperatorCall, apply_calls, call_eagerly
 from fxcomm.errors import FxcommError
@@ -49,11 +50,15 @@ def pretended(numel: int, *, prepared: bool) -> Collective:
     )
 
 
+Kernel = Literal["pointwise", "matmul", "sum"]
+
+
 @dataclass(frozen=True)
 class Gradient:
     """A gradient that the example graph returns. ``layout`` lists its dimensions from the slowest
     to the fastest in its own memory, ``order`` in the parameter's. ``source`` is the gradient that
-    is the very same tensor, if there is one; ``given`` says that it is an input of the graph."""
+    is the very same tensor, if there is one; ``given`` says that it is an input of the graph, else
+    ``kernel`` computes it. Matmuls and sums do so in another shape, of which it is a view."""
 
     shape: tuple[int, ...]
     layout: tuple[int, ...]
@@ -61,6 +66,7 @@ class Gradient:
     dtype: torch.dtype = torch.float32
     source: int | None = None
     given: bool = False
+    kernel: Kernel = "pointwise"
 
     @property
     def numel(self) -> int:
@@ -73,10 +79,13 @@ def plain(*shape: int, **other: Any) -> Gradient:
     return Gradient(shape, dims, dims, **other)
 
 
+def inverse(layout: Sequence[int]) -> list[int]:
+    return sorted(range(len(layout)), key=lambda i: layout[i])
+
+
 def permuted(tensor: Tensor, layout: Sequence[int]) -> Tensor:
     """The same values in another memory order."""
-    inverse = sorted(range(len(layout)), key=lambda i: layout[i])
-    return tensor.permute(tuple(layout)).contiguous().permute(inverse)
+    return tensor.permute(tuple(layout)).contiguous().permute(inverse(layout))
 
 
 @dataclass(frozen=True)
@@ -93,7 +102,7 @@ class Example:
     def values(self) -> list[Tensor]:
         """What the gradients are, by the unchanged graph."""
         outputs = torch.fx.Interpreter(self.gm).run(*self.inputs)
-        return list(outputs[self.FIRST :])
+        return list(outputs[self.FIRST : self.FIRST + len(self.gradients)])
 
     def piece(self, gradient: int, start: int, numel: int, offset: int) -> Piece:
         """A piece of one of the gradients."""
@@ -101,8 +110,43 @@ class Example:
         return Piece(self.FIRST + gradient, order, start, numel, offset)
 
 
-def example(gradients: Sequence[Gradient], produced: Sequence[int] | None = None) -> Example:
-    """A graph that computes ``gradients`` in the order ``produced``, with other work in between."""
+def operand_shapes(gradient: Gradient) -> list[tuple[int, ...]]:
+    """The shapes of what the gradient is computed from."""
+    if gradient.kernel == "pointwise" or gradient.given:
+        return [gradient.shape]
+    dims = [gradient.shape[i] for i in gradient.layout]
+    if gradient.kernel == "sum":
+        return [(7, *dims)]
+    rows = math.prod(dims[:1])
+    return [(7, rows), (7, gradient.numel // rows)]
+
+
+def computed(
+    call: Callable[..., torch.fx.Node], gradient: Gradient, operands: Sequence[torch.fx.Node]
+) -> torch.fx.Node:
+    """The gradient as its kernel and views compute it."""
+    if gradient.kernel == "pointwise":
+        return call(aten.mul.Scalar, operands[0], gradient.numel + 2)
+    if gradient.kernel == "sum":
+        result = call(aten.sum.dim_IntList, operands[0], [0], True)
+    else:
+        result = call(aten.mm.default, call(aten.permute.default, operands[0], [1, 0]), operands[1])
+    dims = [gradient.shape[i] for i in gradient.layout]
+    result = call(aten.view.default, result, dims)
+    if gradient.layout == tuple(range(len(dims))):
+        return result
+    return call(aten.permute.default, result, inverse(gradient.layout))
+
+
+def example(
+    gradients: Sequence[Gradient],
+    produced: Sequence[int] | None = None,
+    returned: Sequence[int] = (),
+    read: Sequence[int] = (),
+) -> Example:
+    """A graph that computes ``gradients`` in the order ``produced``, with other work in between.
+    Those in ``returned`` it returns a second time, behind all others; those in ``read`` it reads
+    again at its end, and returns what it makes of them behind these."""
     generator = torch.Generator().manual_seed(0)
     graph = torch.fx.Graph()
     mode = FakeTensorMode()
@@ -123,27 +167,30 @@ def example(gradients: Sequence[Gradient], produced: Sequence[int] | None = None
         node.meta["note"] = "original"
         return node
 
+    def operand(name: str, shape: tuple[int, ...], gradient: Gradient) -> torch.fx.Node:
+        value = torch.randn(shape, dtype=gradient.dtype, generator=generator)
+        plain_order = gradient.kernel != "pointwise" and not gradient.given
+        return placeholder(name, value if plain_order else permuted(value, gradient.layout))
+
     work = placeholder("tangent", torch.randn(3, generator=generator))
     tangents = [
-        placeholder(
-            f"tangent_{i}",
-            permuted(torch.randn(g.shape, dtype=g.dtype, generator=generator), g.layout),
-        )
+        [operand(f"tangent_{i}_{j}", shape, g) for j, shape in enumerate(operand_shapes(g))]
         for i, g in enumerate(gradients)
     ]
     nodes: dict[int, torch.fx.Node] = {}
     for i in produced or range(len(gradients)):
         work = call(aten.sin.default, work)
         if gradients[i].given:
-            nodes[i] = tangents[i]
+            (nodes[i],) = tangents[i]
         elif gradients[i].source is None:
-            nodes[i] = call(aten.mul.Scalar, tangents[i], i + 2)
+            nodes[i] = computed(call, gradients[i], tangents[i])
     for i, gradient in enumerate(gradients):
         if gradient.source is not None:
             nodes[i] = nodes[gradient.source]
     work = call(aten.cos.default, work)
-    output = graph.output((work, None, *[nodes[i] for i in range(len(gradients))]))
-    output.meta["user_visible_output_idxs"] = list(range(Example.FIRST + len(gradients)))
+    also = [nodes[i] for i in returned] + [call(aten.neg.default, nodes[i]) for i in read]
+    output = graph.output((work, None, *[nodes[i] for i in range(len(gradients))], *also))
+    output.meta["user_visible_output_idxs"] = list(range(Example.FIRST + len(gradients) + len(also)))
     gm = torch.fx.GraphModule(torch.nn.Module(), graph)
     gm.meta["of"] = "an example"
     return Example(gm, tuple(inputs), tuple(gradients))
@@ -265,10 +312,13 @@ def assert_bucket(
 
 
 def assert_stamped(case: Example, context: ReduceContext, gm: torch.fx.GraphModule) -> None:
-    """Every inserted node has a stamp that tells the truth, and no other node has one."""
+    """Every inserted node has a stamp that tells the truth, and no other node has one. Of the
+    others all are left, but for views that only buckets' gradients were."""
     unstamped = [node for node in gm.graph.nodes if stamp_of(node) is None]
-    assert [n.name for n in unstamped] == [n.name for n in case.gm.graph.nodes]
-    for node, original in zip(unstamped, case.gm.graph.nodes, strict=True):
+    left = {node.name for node in unstamped}
+    kept = [n for n in case.gm.graph.nodes if n.name in left or not compat.is_view(n)]
+    assert [n.name for n in unstamped] == [n.name for n in kept]
+    for node, original in zip(unstamped, kept, strict=True):
         assert (node.op, node.target) == (original.op, original.target)
         assert node.meta.get("note") == original.meta.get("note")
     final: dict[tuple[BucketKey, str], int] = {}
@@ -379,6 +429,7 @@ def gradient_lists(draw: st.DrawFn) -> list[Gradient]:
                 tuple(draw(st.permutations(dims))),
                 draw(st.sampled_from([torch.float32, torch.float64])),
                 given=draw(st.booleans()),
+                kernel=draw(st.sampled_from(["pointwise", "matmul", "sum"])),
             )
         )
     return gradients
@@ -387,7 +438,9 @@ def gradient_lists(draw: st.DrawFn) -> list[Gradient]:
 @st.composite
 def situations(draw: st.DrawFn) -> tuple[Example, ReduceContext]:
     gradients = draw(gradient_lists())
-    case = example(gradients, draw(st.permutations(range(len(gradients)))))
+    some = st.sets(st.integers(0, len(gradients) - 1), max_size=2).map(sorted)
+    order = draw(st.permutations(range(len(gradients))))
+    case = example(gradients, order, draw(some), draw(some))
     content: list[tuple[int, int, int]] = []
     for gradient in draw(st.permutations(range(len(gradients)))):
         numel = gradients[gradient].numel
@@ -416,6 +469,17 @@ def test_any_plan_on_any_graph_computes_the_same(
     assert_reduces(*situation)
 
 
+def places(original: torch.fx.Graph, nodes: Sequence[torch.fx.Node]) -> dict[str, int]:
+    """Where among ``nodes`` each node of the original graph lies, one that is gone where the one
+    before it does."""
+    found = {node.name: i for i, node in enumerate(nodes)}
+    place, last = {}, -1
+    for node in original.nodes:
+        last = found.get(node.name, last)
+        place[node.name] = last
+    return place
+
+
 @on_many_graphs
 @given(situations())
 def test_launches_come_in_order_and_at_once(situation: tuple[Example, ReduceContext]) -> None:
@@ -424,7 +488,7 @@ def test_launches_come_in_order_and_at_once(situation: tuple[Example, ReduceCont
     case, context = situation
     gm = run_passes(REDUCE_PASSES, case.gm, context)
     nodes = list(gm.graph.nodes)
-    place = {node.name: i for i, node in enumerate(nodes)}
+    place = places(case.gm.graph, nodes)
     gradients = output_values(case.gm.graph)
     earliest = max(i for i, node in enumerate(nodes) if node.op == "placeholder")
     launches = [i for i, n in enumerate(nodes) if (s := stamp_of(n)) and s.role == "launch"]
@@ -439,6 +503,68 @@ def test_launches_come_in_order_and_at_once(situation: tuple[Example, ReduceCont
         late = [n for n in nodes[earliest + 1 : launch] if stamp_of(n) is None]
         assert not late, f"{late} run before a launch that could have started"
         earliest = launch
+
+
+# --- what Inductor makes of it ---
+
+
+def every_kind() -> list[Gradient]:
+    """Gradients of every kernel and memory order."""
+    kernels: tuple[Kernel, ...] = ("pointwise", "matmul", "sum")
+    some = [
+        plain(6, 8),
+        Gradient((4, 6), (1, 0), (1, 0)),
+        Gradient((4, 6), (0, 1), (1, 0)),
+        Gradient((3, 4, 5), (2, 0, 1), (2, 0, 1)),
+        Gradient((3, 4, 5), (1, 2, 0), (0, 2, 1)),
+        plain(5, 3, dtype=torch.float64),
+        plain(),
+    ]
+    return [replace(gradient, kernel=kernel) for gradient in some for kernel in kernels]
+
+
+def mixed_case() -> tuple[Example, list[tuple[int, int, int]], list[list[tuple[int, int, int]]]]:
+    """Whole gradients, of which the graph returns some twice and reads some again when buckets are
+    filled; then buckets that hold chunks. Whole ones are (gradient, start, numel) of each."""
+    gradients = [*every_kind(), plain(6, 8, given=True), plain(6, 8, source=1)]
+    whole = [(i, 0, gradient.numel) for i, gradient in enumerate(gradients)]
+    cut, last = len(gradients), len(gradients) + 1
+    gradients += [plain(9, 7, kernel="matmul"), plain(5, kernel="sum")]
+    chunks = [[(cut, 0, 20)], [(cut, 20, 16)], [(cut, 36, 27), (last, 0, 5)]]
+    return example(gradients, returned=[1, 4, 18, 19], read=[0, 1, 2, 10, 20]), whole, chunks
+
+
+@pytest.mark.parametrize(
+    ("per_bucket", "wire"), [(1, torch.float32), (4, torch.float32), (30, torch.bfloat16)]
+)
+def test_compiled_graphs_fill_buckets_as_told(per_bucket: int, wire: torch.dtype) -> None:
+    case, whole, chunks = mixed_case()
+    content = [whole[i : i + per_bucket] for i in range(0, len(whole), per_bucket)] + chunks
+    tasks = tasks_of(case, content, lead=2 * (per_bucket > 1), dtype=wire)
+    gm = run_passes(REDUCE_PASSES, case.gm, reduce_context(case, tasks))
+    buckets = reduced_buckets(gm)
+    outputs = compiled(gm)([tensor.clone() for tensor in case.inputs])
+    packed = [outputs[bucket.packed] for bucket in buckets if bucket.packed is not None]
+    for task, bucket in zip(tasks, packed, strict=True):
+        expected = expected_bucket(case, task)
+        torch.testing.assert_close(bucket, expected)
+        assert torch.equal(bucket == 0, expected == 0), "gaps are zero"
+    for position, value in enumerate(torch.fx.Interpreter(case.gm).run(*case.inputs)):
+        if value is not None and position not in reduce_context(case, tasks).dropped:
+            torch.testing.assert_close(outputs[position], value)
+            assert per_bucket == 1 or not any(map(share_memory(outputs[position]), packed))
+
+
+def compiled(gm: torch.fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
+    """What Inductor makes of a graph now, whatever it made of an equal one before."""
+    inputs = [node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"]
+    config = {**compat.KEEP_LAUNCH_ORDER, "fx_graph_cache": False}
+    return compat.compile_inner(gm, inputs, config=config)
+
+
+def share_memory(one: Tensor) -> Callable[[Tensor], bool]:
+    """Whether a tensor lies in the memory of another."""
+    return lambda two: one.untyped_storage().data_ptr() == two.untyped_storage().data_ptr()
 
 
 # --- in flight ---
@@ -464,7 +590,7 @@ def in_flight_history(gm: torch.fx.GraphModule, context: ReduceContext) -> list[
 @on_many_graphs
 @given(
     st.lists(st.integers(1, 40), min_size=1, max_size=10),
-    st.one_of(st.none(), st.integers(1, 700)),
+    st.one_of(st.none(), st.integers(1, 1400)),
     st.randoms(use_true_random=False),
 )
 def test_bytes_in_flight_stay_under_the_limit(
@@ -476,7 +602,7 @@ def test_bytes_in_flight_stay_under_the_limit(
     tasks = tasks_of(case, [[(i, 0, size)] for i, size in enumerate(sizes)])
     context = reduce_context(case, tasks, limit)
     gm = assert_reduces(case, context)
-    nbytes = [task.numel * 4 for task in tasks]
+    nbytes = [2 * task.numel * 4 for task in tasks]  # what is sent, and what comes of it
     history = in_flight_history(gm, context)
     assert len(history) == len(sizes)
     for launched, running in enumerate(history):
@@ -493,7 +619,7 @@ def test_bytes_in_flight_stay_under_the_limit(
 def test_waits_come_right_before_the_launch_that_needs_the_room() -> None:
     case = example([plain(8), plain(8), plain(8)])
     tasks = tasks_of(case, [[(i, 0, 8)] for i in range(3)])
-    gm = assert_reduces(case, reduce_context(case, tasks, limit=64))
+    gm = assert_reduces(case, reduce_context(case, tasks, limit=128))
     roles = [
         (stamp.role, stamp.bucket.bucket) if (stamp := stamp_of(node)) else node.op
         for node in gm.graph.nodes

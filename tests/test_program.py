@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -18,22 +18,25 @@ from fxcomm.analysis.gradients import output_node, output_values, production_ord
 from fxcomm.analysis.program import (
     GATHER,
     REDUCE,
+    ArenaPlan,
     CollectiveId,
     Compute,
+    ForwardAction,
     GraphActions,
     Launch,
     MicroStep,
+    ParameterWait,
     Program,
     Wait,
     backward_actions,
-    buckets_of_parameters,
     forward_actions,
     gradient_nodes,
-    program_buckets,
+    parameter_outputs,
+    peak_bytes,
     saved_parameters,
     step_program,
 )
-from fxcomm.communicator import Collective, OperatorCall
+from fxcomm.communicator import Collective, OperatorCall, reduction_bytes
 from fxcomm.layout import ParameterSpec, ShardLayout, build_layout
 from fxcomm.passes.pipeline import copy_graph_module, run_passes
 from fxcomm.passes.reduce import REDUCE_PASSES, BucketTask, Piece, ReduceContext
@@ -132,6 +135,10 @@ def functional_reduction(numel: int) -> Collective:
     )
 
 
+def collective_of(numel: int, *, functional_operators: bool) -> Collective:
+    return functional_reduction(numel) if functional_operators else pretended(numel, prepared=False)
+
+
 def lowered_backward(
     case: Captured, plan: OverlapPlan, *, functional_operators: bool = True
 ) -> torch.fx.GraphModule:
@@ -152,11 +159,7 @@ def lowered_backward(
             )
             for p, s in zip(parameters, bucket.segments, strict=True)
         )
-        collective = (
-            functional_reduction(bucket.numel)
-            if functional_operators
-            else pretended(bucket.numel, prepared=False)
-        )
+        collective = collective_of(bucket.numel, functional_operators=functional_operators)
         tasks.append(
             BucketTask(
                 BucketKey(0, number),
@@ -191,25 +194,53 @@ def waiting_forward(case: Captured) -> torch.fx.GraphModule:
 
 
 def plan_of(
-    layout: ShardLayout, in_graph: Sequence[bool] | None = None, limit: int | None = None
+    layout: ShardLayout,
+    in_graph: Sequence[bool] | None = None,
+    limit: int | None = None,
+    gather_order: Sequence[int] | None = None,
 ) -> OverlapPlan:
-    """A plan; its own order of gathers and ``commshift`` do not matter to programs."""
+    """A plan, whose gathers are in the reverse order of its reductions if nothing else is said."""
     count = len(layout.buckets)
     places = (True,) * count if in_graph is None else tuple(in_graph)
-    return OverlapPlan("a test's", layout, places, limit, tuple(range(count)), True)
+    order = tuple(reversed(range(count))) if gather_order is None else tuple(gather_order)
+    return OverlapPlan("a test's", layout, places, limit, order, True)
 
 
-def read_backward(
-    case: Captured, lowered: torch.fx.GraphModule, name: str = "backward"
-) -> GraphActions:
+def arena_of(
+    plan: OverlapPlan, *, deferred: bool = True, functional_operators: bool = True
+) -> ArenaPlan:
+    """The plan as an arena executes it whose gathers are in place."""
+    buckets = plan.layout.buckets
+    reductions = [
+        collective_of(b.numel, functional_operators=functional_operators) for b in buckets
+    ]
+    return ArenaPlan(
+        plan,
+        tuple(
+            reduction_bytes(r, b.numel, torch.float32)
+            for r, b in zip(reductions, buckets, strict=True)
+        ),
+        (0,) * len(buckets),
+        (deferred,) * len(buckets),
+        group="ranks",
+    )
+
+
+def read_backward(case: Captured, lowered: torch.fx.GraphModule) -> GraphActions:
     """The actions of a backward graph after the passes."""
     return backward_actions(
         lowered.graph,
         gradient_nodes(case.backward.graph, case.gradients),
-        saved_parameters(case.forward.graph, lowered.graph, case.inputs),
+        saved_parameters(lowered.graph, parameter_outputs(case.forward.graph, case.inputs)),
         group="ranks",
-        name=name,
     )
+
+
+@functools.cache
+def read_forward(name: str) -> tuple[ForwardAction, ...]:
+    """The actions of a model's forward graph with waits."""
+    case = captured(name)
+    return forward_actions(waiting_forward(case).graph, case.inputs)
 
 
 @dataclass(frozen=True)
@@ -234,40 +265,43 @@ class Situation:
         self,
         rank: int = 0,
         backward: torch.fx.GraphModule | None = None,
-        forward: torch.fx.GraphModule | None = None,
+        forward: tuple[ForwardAction, ...] | None = None,
     ) -> Program:
         """The rank's program; other graphs than the lowered ones may be given."""
-        case, plan = captured(self.model), self.plan()
-        forward = forward or waiting_forward(case)
-        backward = backward or self.lowered()
-        buckets = program_buckets(plan.layout)
-        steps = []
-        for number in range(self.micro_steps):
-            reduces = self.every or number == self.micro_steps - 1
-            graph = backward if reduces else case.backward
-            steps.append(
-                MicroStep(
-                    forward_actions(forward.graph, case.inputs, buckets, name=f"forward {number}"),
-                    (read_backward(case, graph, f"backward {number}"),),
-                    reduces,
-                )
-            )
-        count = len(plan.layout.buckets)
-        return step_program(
-            rank,
-            steps,
-            plan,
-            update_order=tuple(range(count)),
-            gather_order=tuple(reversed(range(count))),
-            commshift=self.commshift,
-            group="ranks",
+        case = captured(self.model)
+        # What stays local for a while is not launched in graphs.
+        in_graphs = self.every or self.micro_steps == 1
+        backward = backward or (self._lowered() if in_graphs else case.backward)
+        step = MicroStep(
+            read_forward(self.model) if forward is None else forward,
+            (read_backward(case, backward),),
+        )
+        last = self.micro_steps - 1
+        steps = [replace(step, reduces=self.every or i == last) for i in range(last + 1)]
+        return step_program(rank, steps, self.arena())
+
+    def arena(self) -> ArenaPlan:
+        """The plan as it is executed."""
+        return arena_of(
+            self.plan(), deferred=self.commshift, functional_operators=self.functional_operators
         )
 
     def lowered(self) -> torch.fx.GraphModule:
-        """The backward graph after the passes."""
-        return lowered_backward(
-            captured(self.model), self.plan(), functional_operators=self.functional_operators
-        )
+        """A new copy of the backward graph after the passes."""
+        return copy_graph_module(self._lowered())
+
+    def _lowered(self) -> torch.fx.GraphModule:
+        # The other fields change nothing in the graph.
+        return _lowered(replace(self, commshift=True, micro_steps=1, every=True))
+
+
+@functools.cache
+def _lowered(situation: Situation) -> torch.fx.GraphModule:
+    return lowered_backward(
+        captured(situation.model),
+        situation.plan(),
+        functional_operators=situation.functional_operators,
+    )
 
 
 def collectives(program: Program, kind: type[Launch] | type[Wait], of: str) -> list[int]:
@@ -291,7 +325,7 @@ def test_a_backward_contributes_packs_and_launches(model: str, functional_operat
     found = read_backward(captured(model), situation.lowered())
     launches = [a for a in found.actions if isinstance(a, Launch)]
     assert [a.collective.bucket.bucket for a in launches] == list(range(len(plan.layout.buckets)))
-    assert [a.nbytes for a in launches] == [bucket.nbytes for bucket in plan.layout.buckets]
+    assert [a.nbytes for a in launches] == [2 * bucket.nbytes for bucket in plan.layout.buckets]
     assert {a.group for a in launches} == {"ranks"}
     assert found.packed == {a.collective.bucket for a in launches}
     contributed = [p for a in found.actions if isinstance(a, Compute) for p in a.contributes]
@@ -307,7 +341,7 @@ def test_a_backward_contributes_packs_and_launches(model: str, functional_operat
 
 
 def test_waits_in_the_graph_come_before_the_launches_that_need_room() -> None:
-    found = read_backward(captured("gpt"), Situation("gpt", 2000, limit=5000).lowered())
+    found = read_backward(captured("gpt"), Situation("gpt", 2000, limit=10000).lowered())
     waits = [a.collective.bucket.bucket for a in found.actions if isinstance(a, Wait)]
     launches = [a.collective.bucket.bucket for a in found.actions if isinstance(a, Launch)]
     assert waits
@@ -318,8 +352,9 @@ def test_waits_in_the_graph_come_before_the_launches_that_need_room() -> None:
 
 def test_saved_parameters_are_read_in_the_backward() -> None:
     case = captured("reused")
-    saved = saved_parameters(case.forward.graph, case.backward.graph, case.inputs)
-    assert {"shared.weight", "last.weight"} <= set(saved.values())
+    outputs = parameter_outputs(case.forward.graph, case.inputs)
+    saved = saved_parameters(case.backward.graph, outputs)
+    assert {frozenset({name}) for name in ("shared.weight", "last.weight")} <= set(saved.values())
     reads = [
         a.reads
         for a in read_backward(case, case.backward).actions
@@ -335,20 +370,16 @@ def test_every_use_of_a_reused_module_and_of_tied_weights_is_a_read() -> None:
         ("reused", "first.weight", 1),
         ("gpt", "token.weight", 2),
     ):
-        case = captured(model)
-        buckets = program_buckets(case.layout(2000, split=True))
-        actions = forward_actions(waiting_forward(case).graph, case.inputs, buckets)
+        actions = read_forward(model)
         places = [i for i, a in enumerate(actions) if isinstance(a, Compute)]
         reads = [i for i in places if parameter in actions[i].reads]  # type: ignore[union-attr]
         assert len(reads) == uses
-        waits = [
-            i for i, a in enumerate(actions) if isinstance(a, Wait) and a.parameter == parameter
+        (wait,) = [
+            i
+            for i, a in enumerate(actions)
+            if isinstance(a, ParameterWait) and a.parameter == parameter
         ]
-        keys = [
-            a.collective.bucket for a in actions if isinstance(a, Wait) and a.parameter == parameter
-        ]
-        assert tuple(keys) == buckets_of_parameters(buckets)[parameter]
-        assert max(waits) < min(reads)
+        assert wait < min(reads)
 
 
 def hand_graph() -> torch.fx.Graph:
@@ -367,14 +398,9 @@ def hand_graph() -> torch.fx.Graph:
 
 
 def test_views_and_outputs_read_nothing() -> None:
-    layout = build_layout(
-        [[ParameterSpec(n, 8, "float32", 4, "cpu") for n in ("w", "o")]],
-        world_size=1,
-        bucket_bytes=2**20,
-    )
-    actions = forward_actions(hand_graph(), {0: "w", 1: "o"}, program_buckets(layout), name="f")
+    actions = forward_actions(hand_graph(), {0: "w", 1: "o"}, name="f")
     assert actions == (
-        Wait(CollectiveId(GATHER, BucketKey(0, 0)), "f: wait_tensor_default", "w"),
+        ParameterWait("w", "f: wait_tensor_default"),
         Compute("f: add_tensor", reads=frozenset({"w"})),
         # It may have to copy.
         Compute("f: reshape_default", reads=frozenset({"o"})),
@@ -385,7 +411,14 @@ def test_saved_views_are_their_parameters() -> None:
     backward = torch.fx.Graph()
     for name in ("tangents", "permute_default", "weight"):
         backward.placeholder(name)
-    assert saved_parameters(hand_graph(), backward, {0: "w", 1: "o"}) == {1: "w", 2: "w"}
+    outputs = parameter_outputs(hand_graph(), {0: "w", 1: "o"})
+    # The copy may be a view of its operand.
+    assert outputs == {
+        "weight": {"w"},
+        "permute_default": {"w"},
+        "reshape_default": {"o"},
+    }
+    assert saved_parameters(backward, outputs) == {1: {"w"}, 2: {"w"}}
 
 
 def test_a_buffer_that_the_graph_does_not_return_is_freed_after_its_last_use() -> None:
@@ -423,20 +456,43 @@ def test_in_place_operators_write_the_storage_behind_their_first_argument() -> N
 # --- steps ---
 
 
+def updates_in(program: Program) -> list[int]:
+    return [b.bucket for a in program.actions if isinstance(a, Compute) for b in a.updates]
+
+
 def test_a_step_updates_and_gathers_in_order() -> None:
     situation = Situation("gpt", 4000)
     count = len(situation.plan().layout.buckets)
     program = situation.compose()
     assert collectives(program, Launch, REDUCE) == list(range(count))
     assert collectives(program, Wait, REDUCE) == list(range(count))
-    updates = [b.bucket for a in program.actions if isinstance(a, Compute) for b in a.updates]
-    assert updates == list(range(count))
-    gathers = collectives(program, Launch, GATHER)
-    assert gathers == list(reversed(range(count)))
+    assert updates_in(program) == list(reversed(range(count)))
+    assert collectives(program, Launch, GATHER) == list(reversed(range(count)))
     last = program.actions[-1]
     assert isinstance(last, Launch), "commshift leaves gathers in flight"
     end = Situation("gpt", 4000, commshift=False).compose().actions[-1]
     assert isinstance(end, Wait)
+
+
+def test_a_bucket_is_updated_when_those_before_it_are_reduced() -> None:
+    """The runtime finishes reductions in order of launch."""
+    situation = Situation("mlp", 1000)
+    count = len(situation.plan().layout.buckets)
+    order = [1, 0, *range(2, count)]
+    plan = replace(situation.plan(), gather_order=tuple(order))
+    step = MicroStep((), (read_backward(captured("mlp"), situation.lowered()),))
+    program = step_program(0, [step], arena_of(plan))
+    done = [
+        ("wait", a.collective.bucket.bucket)
+        if isinstance(a, Wait)
+        else ("update", next(iter(a.updates)).bucket)
+        for a in program.actions
+        if (isinstance(a, Wait) and a.collective.kind == REDUCE)
+        or (isinstance(a, Compute) and a.updates)
+    ]
+    expected = [("wait", 0), ("wait", 1), ("update", 1), ("update", 0)]
+    expected += [pair for b in range(2, count) for pair in (("wait", b), ("update", b))]
+    assert done == expected
 
 
 def test_buckets_that_no_graph_launched_start_when_the_backward_ends() -> None:
@@ -444,6 +500,7 @@ def test_buckets_that_no_graph_launched_start_when_the_backward_ends() -> None:
     program = situation.compose()
     launches = [a for a in program.actions if isinstance(a, Launch) and a.collective.kind == REDUCE]
     assert all(a.where.startswith("end of backward 0") for a in launches)
+    assert [a.nbytes for a in launches] == list(situation.arena().reduce_bytes)
     contributions = [
         i for i, a in enumerate(program.actions) if isinstance(a, Compute) and a.contributes
     ]
@@ -463,20 +520,85 @@ def test_micro_steps_are_numbered_and_carried() -> None:
 
 
 def test_gathers_that_no_forward_waits_for_are_drained() -> None:
-    situation = Situation("mlp", 10**6)
-    program = situation.compose(forward=captured("mlp").forward)
+    program = Situation("mlp", 10**6).compose(forward=())
     waits = [a for a in program.actions if isinstance(a, Wait) and a.collective.kind == GATHER]
     assert [a.where for a in waits] == ["step: bucket 0 still in flight"]
 
 
-def test_unsharded_buckets_are_not_gathered() -> None:
-    case = captured("mlp")
-    plan = plan_of(case.layout(1000, split=False))
-    lowered = lowered_backward(case, plan)
-    step = MicroStep((), (read_backward(case, lowered),))
-    order = tuple(range(len(plan.layout.buckets)))
-    program = step_program(
-        0, [step], plan, update_order=order, gather_order=(), commshift=True, sharded=False
-    )
+def test_only_deferred_gathers_run_on() -> None:
+    situation = Situation("mlp", 1000)
+    count = len(situation.plan().layout.buckets)
+    deferred = tuple(bucket % 2 == 0 for bucket in range(count))
+    arena = replace(situation.arena(), deferred=deferred)
+    step = MicroStep(read_forward("mlp"), (read_backward(captured("mlp"), situation.lowered()),))
+    actions = step_program(0, [step], arena).actions
+    places = [i for i, a in enumerate(actions) if isinstance(a, Launch)]
+    ended = {
+        a.collective.bucket.bucket
+        for a in actions[max(places) :]
+        if isinstance(a, Wait) and a.collective.kind == GATHER
+    }
+    assert ended == {bucket for bucket in range(count) if not deferred[bucket]}
+    waited = {a.collective.bucket.bucket for a in actions if isinstance(a, Wait) and a.parameter}
+    assert waited == {bucket for bucket in range(count) if deferred[bucket]}
+
+
+def test_unsharded_buckets_are_reduced_by_the_end_and_never_gathered() -> None:
+    situation = Situation("mlp", 1000)
+    step = MicroStep((), (read_backward(captured("mlp"), situation.lowered()),))
+    arena = replace(situation.arena(), sharded=False)
+    program = step_program(0, [step], arena)
     assert collectives(program, Launch, GATHER) == []
     assert not any(bucket.sharded for bucket in program.buckets.values())
+    waits = [a for a in program.actions if isinstance(a, Wait)]
+    assert waits
+    assert all(a.where.startswith("end of backward 0") for a in waits)
+
+
+def test_another_arenas_collectives_are_left_out() -> None:
+    situation = Situation("mlp", 1000)
+    step = MicroStep((), (read_backward(captured("mlp"), situation.lowered()),))
+    other = step_program(0, [step], replace(situation.arena(), number=1))
+    launches = [a for a in other.actions if isinstance(a, Launch)]
+    assert {a.collective.bucket.arena for a in launches} == {1}
+    assert all(a.where.startswith(("end of backward 0", "step")) for a in launches)
+
+
+def test_gradients_for_what_another_graph_packs_are_left_out() -> None:
+    case, situation = captured("mlp"), Situation("mlp", 1000)
+    packing, plain = (read_backward(case, g) for g in (situation.lowered(), case.backward))
+    trained = {p for bucket in situation.compose().buckets.values() for p in bucket.parameters}
+    for backward in ((packing, plain), (plain, packing)):
+        program = step_program(0, [MicroStep((), backward)], situation.arena())
+        contributed = {
+            a.where: a.contributes & trained for a in program.actions if isinstance(a, Compute)
+        }
+        run = f"backward 0, run {backward.index(packing)}, "
+        assert all(where.startswith(run) for where, found in contributed.items() if found)
+        assert frozenset().union(*contributed.values()) == trained
+
+
+@pytest.mark.parametrize("buckets_in_flight", [1, 2, 10**6])
+def test_the_runtime_makes_room_for_a_graph_that_launches(buckets_in_flight: int) -> None:
+    """What other graphs left in flight, and gathers in another dtype, count with a graph's own."""
+    layout = captured("gpt").layout(2000, split=True)
+    count = len(layout.buckets)
+    limit = 2 * max(bucket.nbytes for bucket in layout.buckets) * buckets_in_flight
+    half = count // 2
+    plan = plan_of(layout, None, limit)
+    arena = replace(arena_of(plan), gather_bytes=tuple(b.nbytes // 2 for b in layout.buckets))
+    later = plan_of(layout, [b >= half for b in range(count)], limit)
+    graph = read_backward(captured("gpt"), lowered_backward(captured("gpt"), later))
+    assert 0 < peak_bytes(graph.actions, 0) <= limit
+    program = step_program(0, [MicroStep((), (graph,), before=half)], arena)
+    running: dict[CollectiveId, int] = {}
+    highest = 0
+    for action in program.actions * 2:
+        if isinstance(action, Wait):
+            running.pop(action.collective, None)
+        elif isinstance(action, Launch):
+            running[action.collective] = action.nbytes
+            highest = max(highest, sum(running.values()))
+    assert highest <= limit
+    assert highest > limit / 2 or buckets_in_flight > count
+    assert collectives(program, Launch, REDUCE) == list(range(count))

@@ -25,7 +25,15 @@ from torch.optim.swa_utils import AveragedModel
 import fxcomm
 from fxcomm.backends import communicators
 from fxcomm.registry import REGISTRY
-from tests.oracle import adamw, assert_close, assert_equal_training, train_alone, train_ranks
+from tests.oracle import (
+    Trained,
+    adamw,
+    assert_close,
+    assert_equal_training,
+    train_alone,
+    train_compiled,
+    train_ranks,
+)
 from tests.ranks import Ranks
 from tests.zoo import ROWS, ZOO
 
@@ -84,15 +92,17 @@ class Trainer:
         self.optimizer.zero_grad()
 
 
-def trainer(rank: int, world_size: int, case_name: str, options: dict[str, Any]) -> Trainer:
-    """Two steps on, with gathers in flight if something holds them."""
+def trainer(
+    rank: int, world_size: int, case_name: str, options: dict[str, Any], steps: int = 2
+) -> Trainer:
+    """Some steps on, with gathers in flight if something holds them."""
     case = ZOO[case_name]
     model = case.model(seed=rank)
     compiled: Any = torch.compile(model, backend="fxcomm", options=options)
     batch = case.batch(0, ROWS * world_size).chunk(world_size)[rank]
     made = Trainer(model, compiled, adamw(compiled.parameters()), batch, case.loss)
-    made.step()
-    made.step()
+    for _ in range(steps):
+        made.step()
     return made
 
 
@@ -243,21 +253,6 @@ def test_reads_wait(ranks: Pools, case: str) -> None:
             assert off == 0.0, f"{name} saw old values"
 
 
-def read_compiled_job(rank: int, world_size: int) -> tuple[int, float]:
-    with withheld_gathers():
-        training = trainer(rank, world_size, "gpt", {"bucket_mb": 0.001})
-        in_flight = gathers_in_flight(training.model)
-        output = training.compiled(training.batch).detach()
-        fxcomm.synchronize(training.model)
-        return in_flight, (output - training.model(training.batch)).abs().max().item()
-
-
-def test_inductor_waits(ranks: Pools) -> None:
-    for in_flight, off in ranks(2).run(read_compiled_job):
-        assert in_flight > 0
-        assert off < 1e-12
-
-
 # --- references held outside ---
 
 
@@ -396,10 +391,26 @@ def test_gathers_in_another_dtype(ranks: Pools, limit: dict[str, Any]) -> None:
         assert_equal_training(a, b, rtol=0.0)
 
 
-def test_inductor_with_withheld_gathers(ranks: Pools) -> None:
+def inductor_job(rank: int, world_size: int) -> tuple[Trained, int, float]:
+    """A training, how much was in flight after one more step, and how far a forward's output then
+    was from that after a drain."""
+    with withheld_gathers():
+        training = trainer(rank, world_size, "gpt", {"bucket_mb": 0.001}, steps=0)
+        model, compiled = training.model, training.compiled
+        trained = train_compiled(ZOO["gpt"], model, compiled, training.optimizer)
+        training.step()
+        in_flight = gathers_in_flight(model)
+        output = compiled(training.batch).detach()
+        fxcomm.synchronize(model)
+        return trained, in_flight, (output - model(training.batch)).abs().max().item()
+
+
+def test_inductor_waits(ranks: Pools) -> None:
     expected = train_alone(2, "gpt")
-    for actual in ranks(2).run(withheld_training_job, "gpt", {"bucket_mb": 0.001}):
-        assert_equal_training(actual, expected)
+    for trained, in_flight, off in ranks(2).run(inductor_job):
+        assert_equal_training(trained, expected)
+        assert in_flight > 0
+        assert off < 1e-12
 
 
 # --- errors and the end ---
@@ -424,39 +435,53 @@ def test_an_exception_in_a_step_leaves_a_usable_model(ranks: Pools) -> None:
         assert torch.equal(a, b)
 
 
+# Each way to leave is tried by two processes that end as scripts do, forked from one that has
+# imported everything: imports take seconds. What they print goes to a file of their own.
 LAST_STEP = """
-    import time, torch, torch.distributed as dist
+    import os, sys, time, torch, torch.distributed as dist
     from torch import nn
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    torch.manual_seed(0)
-    model = torch.compile(nn.Linear(300, 300), backend="fxcomm", options={"lowering": "eager"})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        model(torch.full((4, 300), float(rank + step))).sum().backward()
-        if rank == 1 and step == 2:
-            time.sleep(1.5)  # rank 0 leaves before rank 1 takes its last step
-        optimizer.step()
-        optimizer.zero_grad()
-    ENDING
-    if rank == 1:
-        print("SUM", model.weight.double().sum().item(), flush=True)
-    ENDING_LATE
+    import torch._inductor.compile_fx, fxcomm.backends.dynamo
+
+    def train(rank, destroys, directory):
+        dist.init_process_group(
+            "gloo", init_method=f"file://{directory}/{destroys}", rank=rank, world_size=2
+        )
+        torch.manual_seed(0)
+        model = torch.compile(nn.Linear(300, 300), backend="fxcomm", options={"lowering": "eager"})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            model(torch.full((4, 300), float(rank + step))).sum().backward()
+            if rank == 1 and step == 2:
+                time.sleep(1.5)  # rank 0 leaves before rank 1 takes its last step
+            optimizer.step()
+            optimizer.zero_grad()
+        if rank == 0 and destroys == "early":
+            dist.destroy_process_group()
+        if rank == 1:
+            with open(f"{directory}/{destroys}.sum", "w") as file:
+                file.write(str(model.weight.double().sum().item()))
+        if destroys == "late":
+            dist.destroy_process_group()
+
+    children = []
+    for destroys in ("early", "late", "never"):
+        for rank in range(2):
+            child = os.fork()
+            if child == 0:
+                train(rank, destroys, sys.argv[1])
+                sys.exit()
+            children.append(child)
+    failed = [os.waitpid(child, 0)[1] for child in children]
+    assert not any(failed), failed
 """
 
 
-@pytest.mark.parametrize("destroys", ["early", "late", "never"])
-def test_the_last_step_before_exit_is_applied(tmp_path: Path, destroys: str) -> None:
+def test_the_last_step_before_exit_is_applied(tmp_path: Path) -> None:
     """A rank that leaves, with or without ``destroy_process_group``, has sent what others need."""
-    text = textwrap.dedent(LAST_STEP)
-    destroy = "dist.destroy_process_group()"
-    early = f"if rank == 0: {destroy}" if destroys == "early" else ""
-    text = text.replace("ENDING_LATE", destroy if destroys == "late" else "")
     script = tmp_path / "script.py"
-    script.write_text(text.replace("ENDING", early))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    script.write_text(textwrap.dedent(LAST_STEP))
     done = subprocess.run(
-        [*command, "--standalone", str(script)],
+        [sys.executable, str(script), str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=120,
@@ -471,5 +496,6 @@ def test_the_last_step_before_exit_is_applied(tmp_path: Path, destroys: str) -> 
         total = sum(model(torch.full((4, 300), float(r + step))).sum() for r in range(2))
         (total / 2).backward()
         optimizer.step()
-    seen = float(done.stdout.split("SUM")[1].split()[0])
-    assert seen == pytest.approx(model.weight.double().sum().item(), rel=1e-5)
+    expected = pytest.approx(model.weight.double().sum().item(), rel=1e-5)
+    for destroys in ("early", "late", "never"):
+        assert float((tmp_path / f"{destroys}.sum").read_text()) == expected

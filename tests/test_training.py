@@ -8,6 +8,7 @@ import pytest
 
 from tests.oracle import assert_equal_training, train_alone, train_ranks
 from tests.ranks import Ranks
+from tests.test_reads import withheld_training_job
 from tests.zoo import ZOO
 
 Pools = Callable[[int], Ranks]
@@ -43,4 +44,23 @@ def test_equals_one_process(
         options["bucket_mb"] = BUCKETS[bucket]
     expected = train_alone(world_size, case)
     for trained in ranks(world_size).run(train_ranks, case, options):
+        assert_equal_training(trained, expected)
+
+
+@pytest.mark.parametrize("commshift", [True, False])
+@pytest.mark.parametrize("buckets_in_flight", [1, 2, 1000])
+@pytest.mark.parametrize("bucket_kb", [1, 3, 1000])
+def test_overlap_changes_nothing(
+    ranks: Pools, commshift: bool, buckets_in_flight: int, bucket_kb: int
+) -> None:
+    """Gathers in and beyond the step, as late as they may come; room for few or many buckets;
+    buckets from a fraction of a parameter (1 KB is two alignment units) to all of them."""
+    options = {
+        "lowering": "eager",
+        "commshift": commshift,
+        "bucket_mb": bucket_kb / 1024,
+        "in_flight_mb": buckets_in_flight * bucket_kb / 1024,
+    }
+    expected = train_alone(2, "mlp")
+    for trained in ranks(2).run(withheld_training_job, "mlp", options):
         assert_equal_training(trained, expected)

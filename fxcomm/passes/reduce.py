@@ -18,8 +18,9 @@ import torch
 import torch.fx
 
 from fxcomm import compat
-from fxcomm.analysis.gradients import output_node, output_values
-from fxcomm.communicator import Collective, OperatorCall, apply_calls
+from fxcomm.analysis.gradients import output_values, set_outputs
+from fxcomm.communicator import Collective, OperatorCall, apply_calls, held_bytes
+from fxcomm.passes.pack import Part, erase_unused_views, part
 from fxcomm.passes.pipeline import GraphPass
 from fxcomm.passes.stamp import KEY, BucketKey, Role, Stamp, insert_call, stamp_of
 
@@ -85,17 +86,6 @@ def _fake_mode(gm: torch.fx.GraphModule) -> AbstractContextManager[object]:
     return compat.fake_mode_of(values) or nullcontext()
 
 
-def _set_outputs(gm: torch.fx.GraphModule, values: Sequence[torch.fx.Node | None]) -> None:
-    node = output_node(gm.graph)
-    node.args = (tuple(values),)
-    if "user_visible_output_idxs" in node.meta:
-        # Inductor keeps the strides of visible outputs; ours have but one.
-        visible = set(node.meta["user_visible_output_idxs"])
-        node.meta["user_visible_output_idxs"] = [
-            i for i, v in enumerate(values) if i in visible and v is not None
-        ]
-
-
 def pack_buckets(gm: torch.fx.GraphModule, context: ReduceContext) -> torch.fx.GraphModule:
     """Adds one flat buffer for each bucket, filled right after the bucket's last gradient exists
     and never before the buffer of the bucket ahead of it."""
@@ -113,7 +103,8 @@ def pack_buckets(gm: torch.fx.GraphModule, context: ReduceContext) -> torch.fx.G
             with graph.inserting_before(nodes[anchor + 1]):
                 packed.append(_pack(graph, task, values))
     kept = [None if i in context.dropped else value for i, value in enumerate(values)]
-    _set_outputs(gm, [*kept, *packed])
+    set_outputs(gm.graph, [*kept, *packed])
+    erase_unused_views(graph)
     return gm
 
 
@@ -132,37 +123,37 @@ def _pack(
     def call(step: OperatorCall, value: torch.fx.Node | list[torch.fx.Node]) -> torch.fx.Node:
         return insert_call(graph, step, value, stamp)
 
-    parts: list[torch.fx.Node] = []
-    for piece, gap in _with_gaps(task):
-        if piece is not None:
-            parts.append(_flat_piece(call, task, piece, _gradient(values, piece)))
-        if gap:
-            parts.append(_zeros(graph, gap, task, stamp))
-    flat = parts[0] if len(parts) == 1 else call(OperatorCall(_aten.cat.default), parts)
+    if not task.pieces:
+        flat = _zeros(graph, task, stamp)
+    elif task.pieces[0].numel == task.numel:
+        # Maybe one of several buckets that one gradient fills: a view of it needs no copy.
+        flat = _flat_piece(call, task, task.pieces[0], _gradient(values, task.pieces[0]))
+    else:
+        parts = [_part(call, task, piece, _gradient(values, piece)) for piece in task.pieces]
+        strides = [stride for part in parts for stride in part.strides]
+        offsets = [part.offset for part in parts]
+        step = OperatorCall(torch.ops.fxcomm.pack.default, (strides, offsets, task.numel))
+        flat = call(step, [part.node for part in parts])
     flat = apply_calls(task.collective.prepare, flat, call)
     flat.meta[KEY] = replace(stamp, final=True)
     return flat
 
 
-def _zeros(graph: torch.fx.Graph, numel: int, task: BucketTask, stamp: Stamp) -> torch.fx.Node:
+def _zeros(graph: torch.fx.Graph, task: BucketTask, stamp: Stamp) -> torch.fx.Node:
     node = graph.call_function(
-        _aten.full.default, ([numel], 0), {"dtype": task.dtype, "device": task.device}
+        _aten.full.default, ([task.numel], 0), {"dtype": task.dtype, "device": task.device}
     )
-    node.meta["val"] = torch.empty([numel], dtype=task.dtype, device=task.device)
+    node.meta["val"] = torch.empty([task.numel], dtype=task.dtype, device=task.device)
     node.meta[KEY] = stamp
     return node
 
 
-def _with_gaps(task: BucketTask) -> Iterator[tuple[Piece | None, int]]:
-    """Each piece with the number of unused elements that follow it in the bucket."""
-    if not task.pieces:
-        yield None, task.numel
-        return
-    ends = [piece.offset for piece in task.pieces[1:]] + [task.numel]
-    if task.pieces[0].offset:
-        yield None, task.pieces[0].offset
-    for piece, end in zip(task.pieces, ends, strict=True):
-        yield piece, end - piece.offset - piece.numel
+def _part(call: InsertCall, task: BucketTask, piece: Piece, gradient: torch.fx.Node) -> Part:
+    """A piece as a part of its bucket: all of a gradient, which its kernel may write there, or a
+    flat copy of some of it."""
+    if piece.numel != gradient.meta["val"].numel():
+        return part(_flat_piece(call, task, piece, gradient), (0,), piece.offset)
+    return part(_converted(call, task, gradient), piece.order, piece.offset)
 
 
 def _flat_piece(
@@ -178,9 +169,13 @@ def _flat_piece(
     if piece.numel != value.numel():
         end = piece.start + piece.numel
         node = call(OperatorCall(_aten.slice.Tensor, (0, piece.start, end)), node)
-    if value.dtype != task.dtype:
-        node = call(OperatorCall(torch.ops.prims.convert_element_type.default, (task.dtype,)), node)
-    return node
+    return _converted(call, task, node)
+
+
+def _converted(call: InsertCall, task: BucketTask, node: torch.fx.Node) -> torch.fx.Node:
+    if node.meta["val"].dtype == task.dtype:
+        return node
+    return call(OperatorCall(torch.ops.prims.convert_element_type.default, (task.dtype,)), node)
 
 
 def launch_reductions(gm: torch.fx.GraphModule, context: ReduceContext) -> torch.fx.GraphModule:
@@ -196,7 +191,7 @@ def launch_reductions(gm: torch.fx.GraphModule, context: ReduceContext) -> torch
             launch = replace(stamp, role="launch")
             with gm.graph.inserting_after(buffer):
                 launched.append(insert_call(gm.graph, task.collective.launch, buffer, launch))
-    _set_outputs(gm, [*output_values(gm.graph), *launched])
+    set_outputs(gm.graph, [*output_values(gm.graph), *launched])
     return gm
 
 
@@ -213,8 +208,7 @@ def bound_in_flight(gm: torch.fx.GraphModule, context: ReduceContext) -> torch.f
     in_flight: deque[tuple[torch.fx.Node, Stamp, int]] = deque()
     with _fake_mode(gm):
         for launch, stamp in _stamped(gm, "launch"):
-            task = context.task(stamp.bucket)
-            nbytes = task.numel * task.dtype.itemsize
+            nbytes = held_bytes(packed[stamp.bucket].meta["val"], launch.meta["val"])
             while in_flight and nbytes + sum(size for *_, size in in_flight) > limit:
                 oldest, old_stamp, _ = in_flight.popleft()
                 with gm.graph.inserting_before(launch):
@@ -222,7 +216,7 @@ def bound_in_flight(gm: torch.fx.GraphModule, context: ReduceContext) -> torch.f
                 values[values.index(oldest)] = shard
                 values.remove(packed[old_stamp.bucket])
             in_flight.append((launch, stamp, nbytes))
-    _set_outputs(gm, values)
+    set_outputs(gm.graph, values)
     return gm
 
 

@@ -12,7 +12,7 @@ from fxcomm.communicator import OperatorCall
 
 KEY = "fxcomm"
 
-Role = Literal["pack", "launch", "finish"]
+Role = Literal["pack", "launch", "finish", "update"]
 
 
 @dataclass(frozen=True, order=True)

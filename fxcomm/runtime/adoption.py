@@ -44,11 +44,12 @@ class ReplicatedOptimizer:
 
     def before_step(self, optimizer: torch.optim.Optimizer, *, alone: bool) -> None:
         """Makes the gradients final."""
-        del optimizer, alone
-        self.take_gradients()
+        del alone
+        self.take_gradients(optimizer)
 
-    def take_gradients(self) -> None:
+    def take_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Makes the gradients final."""
+        del optimizer
         for model in self.models:
             model.settle()
 

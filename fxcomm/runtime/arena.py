@@ -8,14 +8,26 @@ Arenas execute; which bucket holds what, and when it may start, is in the plan. 
 from __future__ import annotations
 
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, Protocol
 
 import torch
 
 from fxcomm import compat
-from fxcomm.communicator import Collective, Communicator, apply_calls, call_eagerly
+from fxcomm.analysis.program import ArenaPlan
+from fxcomm.communicator import (
+    Collective,
+    Communicator,
+    apply_calls,
+    call_eagerly,
+    group_of,
+    held_bytes,
+    reduction_bytes,
+)
 from fxcomm.layout import Segment
 from fxcomm.passes.reduce import BucketTask, Piece
 from fxcomm.passes.stamp import BucketKey
@@ -43,15 +55,47 @@ class WireDtypes:
     gather: torch.dtype | None = None
 
 
+class InFlight(Protocol):
+    """A collective that was started. It holds ``extra_bytes`` of memory until it is ``done``."""
+
+    @property
+    def extra_bytes(self) -> int: ...
+    @property
+    def done(self) -> bool: ...
+    def wait(self) -> object: ...
+
+
 @dataclass
 class Reduction:
-    """A bucket's reduction: in flight (``packed`` and ``launched``) or finished (``result``)."""
+    """A bucket's reduction: in flight (``packed`` and ``launched``) or finished (``result``).
+    ``waited`` is told the seconds that a wait took."""
 
     bucket: int
     collective: Collective
+    waited: Callable[[float], None]
     packed: torch.Tensor | None = None
     launched: torch.Tensor | None = None
     result: torch.Tensor | None = None
+
+    @property
+    def extra_bytes(self) -> int:
+        """Bytes of the operand and the raw result, which are freed when it is done."""
+        if self.packed is None or self.launched is None:
+            return 0
+        return held_bytes(self.packed, self.launched)
+
+    @property
+    def done(self) -> bool:
+        """Whether ``result`` is the mean."""
+        return self.launched is None
+
+    def wait(self) -> None:
+        """Waits for the mean and frees what it is made of."""
+        if self.launched is not None:
+            start = time.perf_counter()
+            self.result = apply_calls(self.collective.finish, self.launched, call_eagerly)
+            self.packed = self.launched = None
+            self.waited(time.perf_counter() - start)
 
 
 class Arena(ABC):
@@ -59,8 +103,13 @@ class Arena(ABC):
 
     ``next_bucket`` is the first bucket that the running backward has not launched. Buckets are
     launched in the order of their numbers on every rank, once in each backward that touches the
-    arena.
+    arena. ``sharded`` says whether each rank keeps a shard of what was reduced, or all of it.
+
+    Gathers that start in a backward are not in one order with its reductions on all ranks; they
+    need a ``gatherer`` of their own.
     """
+
+    sharded: ClassVar[bool]
 
     def __init__(
         self,
@@ -70,16 +119,19 @@ class Arena(ABC):
         communicator: Communicator,
         wire: WireDtypes,
         meter: StepMeter,
+        gatherer: Communicator | None = None,
     ) -> None:
         by_name = {p.name: p for p in parameters}
         self.number = number
         self.plan = plan
         self.parameters = [by_name[spec.name] for spec in plan.layout.parameters]
         self.communicator = communicator
+        self.gatherer = gatherer or communicator
         self._wire = wire
         self._meter = meter
         self.next_bucket = 0
         self._reductions: list[Reduction] = []
+        self._holding: list[InFlight] = []  # in order of launch
         for slot, parameter in enumerate(self.parameters):
             parameter.arena, parameter.slot = self, slot
         self._set_up()
@@ -128,14 +180,66 @@ class Arena(ABC):
             collective=self.collective(bucket),
         )
 
+    @cached_property
+    def reduce_bytes(self) -> tuple[int, ...]:
+        """Bytes that the reduction of each bucket holds in flight."""
+        return tuple(
+            reduction_bytes(self.collective(number), bucket.numel, self.wire_dtype(number))
+            for number, bucket in enumerate(self.plan.layout.buckets)
+        )
+
+    def gather_bytes(self, bucket: int) -> int:
+        """Bytes that the gather of a bucket holds in flight, beside the parameters."""
+        del bucket
+        return 0
+
+    def deferrable(self, bucket: int) -> bool:
+        """Whether the gather of a bucket may run on into the next forward."""
+        del bucket
+        return False
+
+    def described(self) -> ArenaPlan:
+        """The plan as this arena executes it."""
+        buckets = range(self.bucket_count)
+        groups = (group_of(self.collective(bucket).launch.arguments) for bucket in buckets)
+        return ArenaPlan(
+            self.plan,
+            self.reduce_bytes,
+            tuple(map(self.gather_bytes, buckets)),
+            tuple(map(self.deferrable, buckets)),
+            self.number,
+            next(groups, None) or "",
+            self.sharded,
+            group_of(self.gatherer.all_reduce_mean(1, torch.float32).launch.arguments),
+        )
+
     # --- launching ---
 
-    def launched_in_graph(self, reduction: Reduction) -> None:
-        """Takes over a reduction that a backward graph launched, the next in order."""
-        assert reduction.bucket == self.next_bucket, "a graph launched a bucket out of order"
+    def launched_in_graph(
+        self,
+        bucket: int,
+        packed: torch.Tensor | None,
+        launched: torch.Tensor | None,
+        result: torch.Tensor | None,
+    ) -> None:
+        """Takes over the reduction of the next bucket in order from a backward graph that launched
+        it: in flight, or finished with its ``result``."""
+        assert bucket == self.next_bucket, "a graph launched a bucket out of order"
         self.next_bucket += 1
-        self._meter.sent(reduction.collective.sent_bytes)
+        self._started(bucket, packed, launched, result)
+
+    def _started(
+        self,
+        bucket: int,
+        packed: torch.Tensor | None,
+        launched: torch.Tensor | None,
+        result: torch.Tensor | None = None,
+    ) -> None:
+        collective = self.collective(bucket)
+        reduction = Reduction(bucket, collective, self._meter.waited, packed, launched, result)
+        self._meter.sent(collective.sent_bytes)
         self._reductions.append(reduction)
+        self._hold(reduction)
 
     def launch_remaining(self, take: TakeGradient) -> None:
         """Launches every bucket that is left in this backward."""
@@ -143,15 +247,32 @@ class Arena(ABC):
         self.next_bucket = self.bucket_count
 
     def launch(self, buckets: Iterable[int], take: TakeGradient) -> None:
-        """Fills ``buckets`` and starts their reductions, in order."""
+        """Fills ``buckets`` and starts their reductions, in order, each when there is room."""
         flats: dict[int, torch.Tensor | None] = {}
         for bucket in buckets:
+            self.make_room(self.reduce_bytes[bucket])
             collective = self.collective(bucket)
             packed = self._pack(bucket, take, flats)
             packed = apply_calls(collective.prepare, packed, call_eagerly)
-            launched = call_eagerly(collective.launch, packed)
-            self._meter.sent(collective.sent_bytes)
-            self._reductions.append(Reduction(bucket, collective, packed, launched))
+            self._started(bucket, packed, call_eagerly(collective.launch, packed))
+
+    def make_room(self, nbytes: int) -> None:
+        """Waits for the oldest collectives in flight while ``nbytes`` more would exceed the plan's
+        limit. What was reduced stays, as the mean."""
+        self._forget_done()
+        limit = self.plan.in_flight_bytes
+        held = sum(collective.extra_bytes for collective in self._holding)
+        while limit is not None and nbytes and self._holding and held + nbytes > limit:
+            oldest = self._holding.pop(0)
+            held -= oldest.extra_bytes
+            oldest.wait()
+
+    def _hold(self, collective: InFlight) -> None:
+        if self.plan.in_flight_bytes is not None and collective.extra_bytes:
+            self._holding.append(collective)
+
+    def _forget_done(self) -> None:
+        self._holding = [collective for collective in self._holding if not collective.done]
 
     def _pack(
         self,
@@ -181,14 +302,9 @@ class Arena(ABC):
         buckets up to ``through``, or all, which ends the backward for this arena."""
         finished = [r for r in self._reductions if through is None or r.bucket <= through]
         self._reductions = self._reductions[len(finished) :]
-        start = time.perf_counter()
         for reduction in finished:
-            if reduction.launched is not None:
-                reduction.result = apply_calls(
-                    reduction.collective.finish, reduction.launched, call_eagerly
-                )
-                reduction.packed = reduction.launched = None
-        self._meter.waited(time.perf_counter() - start)
+            reduction.wait()
+        self._forget_done()
         if through is None:
             self.next_bucket = 0
         return finished
@@ -196,6 +312,8 @@ class Arena(ABC):
 
 class ReplicatedArena(Arena):
     """Buckets whose mean every rank gets whole."""
+
+    sharded = False
 
     def _set_up(self) -> None:
         """Nothing: parameters stay where they are."""
@@ -224,12 +342,14 @@ class ReplicatedArena(Arena):
 @dataclass(frozen=True)
 class OwnedSegment:
     """A run of a parameter's elements that this rank owns: where it lies in the parameter (flat,
-    memory order) and in the shard of a bucket, and a view of those parameter elements."""
+    memory order) and in the shard of a bucket, and a view of those parameter elements. ``place``
+    numbers the segments of a shard in their order; it is None for an empty parameter."""
 
     bucket: int
     shard_offset: int
     parameter_offset: int
     elements: torch.Tensor
+    place: int | None
 
     @property
     def numel(self) -> int:
@@ -245,25 +365,35 @@ class OwnedSegment:
         return flat[self.parameter_offset : self.parameter_offset + self.numel]
 
 
+class BucketUpdater(Protocol):
+    """What updates the shard of a bucket: an optimizer."""
+
+    def update_in_backward(self, arena: ShardedArena, bucket: int) -> bool: ...
+
+
 class ShardedArena(Arena):
     """Buckets of which each rank keeps one shard of the mean gradient.
 
     On creation the parameters move into one flat memory for each dtype and device, in the plan's
-    order, so that a bucket is a range of it and is gathered in place.
+    order, so that a bucket is a range of it and is gathered in place. ``applied`` are the buckets
+    that the running step has updated in its backward, ``updaters`` the optimizers that hold the
+    parameters.
     """
+
+    sharded = True
 
     def _set_up(self) -> None:
         self.buckets = self._move_parameters()
         self.gradients: list[torch.Tensor | None] = [None] * self.bucket_count
         self._owned: dict[int, list[OwnedSegment]] = {p.index: [] for p in self.parameters}
-        for bucket, elements in enumerate(self.buckets):
-            rank = self.communicator.rank
-            shard = elements.chunk(self.communicator.world_size)[rank]
-            for segment in self.plan.layout.shard_segments(bucket, rank):
-                self._own(bucket, shard, segment)
+        for bucket in range(self.bucket_count):
+            segments = self.plan.layout.shard_segments(bucket, self.communicator.rank)
+            for place, segment in enumerate(segments):
+                self._own(bucket, segment, place)
         self._own_empty()
-        self._gathers: list[BucketGather] = []  # of this step
-        self._ending: list[BucketGather] = []  # those of them that must end in it
+        self._ending: list[BucketGather] = []  # of this step, which must end in it
+        self.applied: set[int] = set()
+        self.updaters: weakref.WeakSet[BucketUpdater] = weakref.WeakSet()
         self.share_reads(InFlightParameters(), ())
 
     def _own_empty(self) -> None:
@@ -271,11 +401,11 @@ class ShardedArena(Arena):
         for slot, spec in enumerate(self.plan.layout.parameters):
             alike = [i for i, b in enumerate(self.plan.layout.buckets) if b.memory == spec.memory]
             if spec.numel == 0 and alike:
-                self._own(alike[0], self.buckets[alike[0]], Segment(slot, 0, 0, 0))
+                self._own(alike[0], Segment(slot, 0, 0, 0), None)
 
-    def _own(self, bucket: int, shard: torch.Tensor, segment: Segment) -> None:
-        elements = shard[segment.offset : segment.offset + segment.numel]
-        owned = OwnedSegment(bucket, segment.offset, segment.parameter_offset, elements)
+    def _own(self, bucket: int, segment: Segment, place: int | None) -> None:
+        elements = self.shard(bucket)[segment.offset : segment.offset + segment.numel]
+        owned = OwnedSegment(bucket, segment.offset, segment.parameter_offset, elements, place)
         self._owned[self.parameters[segment.parameter].index].append(owned)
 
     def _move_parameters(self) -> list[torch.Tensor]:
@@ -305,19 +435,20 @@ class ShardedArena(Arena):
         """The dtype in which updated parameters of ``dtype`` travel."""
         return self._wire.gather or dtype
 
+    def shard(self, bucket: int) -> torch.Tensor:
+        """This rank's elements of a bucket, unused ones between parameters included."""
+        return self.buckets[bucket].chunk(self.communicator.world_size)[self.communicator.rank]
+
     def owned(self, parameter: ManagedParameter) -> list[OwnedSegment]:
         """The parameter's elements that this rank owns."""
         return self._owned[parameter.index]
 
     def owned_gradients(self, parameter: ManagedParameter) -> list[torch.Tensor]:
         """This rank's part of the parameter's mean gradient, one tensor for each owned segment."""
-        return [self.owned_gradient(segment) for segment in self.owned(parameter)]
+        return [s.of_shard(self.shard_gradient(s.bucket)) for s in self.owned(parameter)]
 
-    def owned_gradient(self, segment: OwnedSegment) -> torch.Tensor:
-        """The mean gradient of a run of elements that this rank owns."""
-        return segment.of_shard(self._kept(segment.bucket))
-
-    def _kept(self, bucket: int) -> torch.Tensor:
+    def shard_gradient(self, bucket: int) -> torch.Tensor:
+        """The mean gradient of this rank's elements of a bucket, as it is kept."""
         kept = self.gradients[bucket]
         if kept is None:
             kept = self.gradients[bucket] = self.new_shard(bucket)
@@ -354,7 +485,7 @@ class ShardedArena(Arena):
         """Keeps this rank's part of a whole mean gradient."""
         flat = parameter.flatten(gradient)
         for segment in self.owned(parameter):
-            segment.of_shard(self._kept(segment.bucket)).copy_(segment.of_parameter(flat))
+            segment.of_shard(self.shard_gradient(segment.bucket)).copy_(segment.of_parameter(flat))
 
     # --- gathering ---
 
@@ -367,45 +498,47 @@ class ShardedArena(Arena):
             for bucket in range(self.bucket_count)
         ]
 
+    def deferrable(self, bucket: int) -> bool:
+        """Whether the gather of a bucket may run on into the next forward."""
+        members = (p.parameter for p in self.members(bucket))
+        return self._deferrable[bucket] and self._in_flight.may_run_on(members)
+
+    def gather_bytes(self, bucket: int) -> int:
+        """Bytes that the gather of a bucket holds in flight, beside the parameters: those of its
+        buffer, if parameters travel in another dtype."""
+        elements = self.buckets[bucket]
+        dtype = self.gather_dtype(elements.dtype)
+        return 0 if dtype == elements.dtype else elements.numel() * dtype.itemsize
+
     def start_gather(self, bucket: int) -> None:
         """Brings the updated elements of every rank's shard to all, which need not end before a
         first use of them. All ranks start gathers in the plan's order."""
+        self.make_room(self.gather_bytes(bucket))
         elements = self.buckets[bucket]
-        dtype = self.gather_dtype(elements.dtype)
-        if dtype != elements.dtype:
-            self._make_room(elements.numel() * dtype.itemsize)
-        buffer = elements.to(dtype)
+        buffer = elements.to(self.gather_dtype(elements.dtype))
         self._meter.sent(self.communicator.all_gather_bytes(buffer.numel() * buffer.itemsize))
-        work = self.communicator.all_gather(buffer, bucket)
+        work = self.gatherer.all_gather(buffer, bucket)
         gather = BucketGather(work, elements, buffer, self._meter.waited)
-        self._gathers.append(gather)
+        self._hold(gather)
         members = [p.parameter for p in self.members(bucket)]
-        if self._deferrable[bucket] and self._in_flight.may_run_on(members):
+        if self.deferrable(bucket):
             self._in_flight.started(members, gather)
         else:
             self._ending.append(gather)
 
-    def _make_room(self, nbytes: int) -> None:
-        """Waits for the oldest gathers while one of ``nbytes`` more would exceed the limit."""
-        limit = self.plan.in_flight_bytes
-        pending = [gather for gather in self._gathers if not gather.done]
-        held = sum(gather.extra_bytes for gather in pending)
-        for gather in pending:
-            if limit is None or held + nbytes <= limit:
-                return
-            gather.wait()
-            held -= gather.extra_bytes
-
     def end_step(self) -> None:
-        """Waits for the gathers that may not run on."""
+        """Closes a step: waits for the gathers that may not run on."""
+        self.applied.clear()
+        self._finish_ending()
+
+    def _finish_ending(self) -> None:
         while self._ending:
             self._ending.pop(0).wait()
 
     def finish_gathers(self) -> None:
         """Waits for all gathers in flight."""
-        self.end_step()
+        self._finish_ending()
         self._in_flight.finish(p.parameter for p in self.parameters)
-        self._gathers.clear()
 
     def gather_whole(
         self, parameter: ManagedParameter, pieces: Sequence[torch.Tensor], dtype: torch.dtype

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import itertools
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx
 
 from fxcomm.analysis.gradients import output_values
+from fxcomm.analysis.program import (
+    GraphActions,
+    backward_actions,
+    gradient_nodes,
+    peak_bytes,
+    saved_parameters,
+)
 from fxcomm.passes.pipeline import run_passes
 from fxcomm.passes.reduce import REDUCE_PASSES, ReduceContext, ReducedBucket, reduced_buckets
-from fxcomm.plan import GraphExecution
-from fxcomm.runtime.arena import Arena, Reduction
+from fxcomm.passes.stamp import BucketKey
+from fxcomm.passes.update import UpdateTask, update_pass
+from fxcomm.plan import GraphExecution, ObservedBackward
+from fxcomm.runtime.arena import Arena
 from fxcomm.runtime.parameters import ManagedParameter
+from fxcomm.runtime.verification import ForwardGraph, GraphRun, require_valid_step
 
 if TYPE_CHECKING:
-    from fxcomm.runtime.backward_pass import BackwardPass
     from fxcomm.runtime.model import ManagedModel
 
 Executable = Callable[[list[Any]], Sequence[Any]]
@@ -35,11 +46,13 @@ class CapturedBackward:
 
     ``gradients`` pairs output positions with the managed parameters whose gradients they are, in
     the order in which the graph computes them. ``lower`` compiles a rewritten copy of the graph.
+    ``forward`` is the forward of which it is the backward.
     """
 
     gm: torch.fx.GraphModule
     gradients: tuple[tuple[int, ManagedParameter], ...]
     lower: Lower
+    forward: ForwardGraph
 
     @property
     def interpretable(self) -> bool:
@@ -61,27 +74,36 @@ class LaunchRun:
         """The buckets' numbers."""
         return range(self.first, self.last + 1)
 
+    @property
+    def members(self) -> frozenset[int]:
+        """The parameters (indices) of which the buckets hold elements."""
+        return frozenset(p.index for b in self.buckets for p in self.arena.members(b))
+
 
 def launch_run(arena: Arena, produced: set[int]) -> LaunchRun | None:
     """The longest run of consecutive buckets, from the first possible one, that a graph with
     gradients for the parameters ``produced`` completes; None if it completes no bucket.
 
-    A parameter that goes on beyond the run is left out with every bucket from its first on: its
-    gradient either leaves the graph or does not.
+    A parameter that begins before the run or goes on beyond it is left out with every bucket of
+    its: its gradient either leaves the graph or does not. Behind a bucket that starts in no graph
+    none can.
     """
-    complete = [
-        arena.plan.in_graph[b] and all(p.index in produced for p in arena.members(b))
-        for b in range(arena.bucket_count)
-    ]
-    if not any(complete):
+    buckets = itertools.takewhile(arena.plan.in_graph.__getitem__, range(arena.bucket_count))
+    complete = [all(p.index in produced for p in arena.members(b)) for b in buckets]
+    starts = (b for b, whole in enumerate(complete) if whole and not _continued(arena, b))
+    first = next(starts, None)
+    if first is None:
         return None
-    first = complete.index(True)
     last = first
     while last + 1 < len(complete) and complete[last + 1]:
         last += 1
     while last >= first and _continues(arena, last):
         last -= 1
     return LaunchRun(arena, first, last) if last >= first else None
+
+
+def _continued(arena: Arena, bucket: int) -> bool:
+    return any(s.parameter_offset for s in arena.plan.layout.buckets[bucket].segments)
 
 
 def _continues(arena: Arena, bucket: int) -> bool:
@@ -95,11 +117,13 @@ def _numel(arena: Arena, slot: int) -> int:
 
 @dataclass(frozen=True)
 class _Variant:
-    """The graph lowered to launch some buckets (or none)."""
+    """The graph lowered to launch some buckets (or none). ``peaks`` are the most bytes that they
+    have in flight in it, by arena number."""
 
     run: Executable
     returned: tuple[ReducedBucket, ...] = ()
     dropped: frozenset[int] = frozenset()
+    peaks: Mapping[int, int] = field(default_factory=dict)
 
 
 class BackwardGraph:
@@ -117,15 +141,54 @@ class BackwardGraph:
         self._produced = {p.index for _, p in captured.gradients}
         self._runs: tuple[LaunchRun, ...] = ()
         self._variants: dict[tuple[LaunchRun, ...], _Variant] = {}
+        self._actions: dict[tuple[LaunchRun, ...], GraphActions] = {}
         self._plain_runs = 0
         self.follow_plan()
 
     def follow_plan(self) -> None:
-        """Lowers the graph for the model's present plans; called when they change."""
+        """Lowers the graph for the model's present plans; called when they change.
+
+        Raises:
+            FxcommError: a step that runs this graph alone would break a rule of DESIGN.
+        """
         runs = (launch_run(arena, self._produced) for arena in self._model.arenas)
         self._runs = tuple(run for run in runs if run is not None)
         if self._runs:
             self._variant(self._runs)
+        if self._model.arenas:
+            require_valid_step(
+                self._model.rank,
+                [self.described(self._runs)],
+                [arena.described() for arena in self._model.arenas],
+                before={run.arena.number: run.first for run in self._runs},
+            )
+
+    @property
+    def forward(self) -> ForwardGraph:
+        """The forward graph of which this is the backward."""
+        return self._captured.forward
+
+    def described(self, runs: tuple[LaunchRun, ...]) -> GraphRun:
+        """What a run of this graph does that launches ``runs``."""
+        if runs not in self._actions:
+            assert not runs, "the graph was never lowered for these"
+            self._actions[runs] = self._read(self._captured.gm.graph)
+        return GraphRun(self.forward, self._actions[runs])
+
+    def launches(
+        self, wanted: Collection[int], next_bucket: Callable[[Arena], int], local: Collection[int]
+    ) -> tuple[LaunchRun, ...]:
+        """What the graph launches in a backward that accumulates into its parameters ``wanted``:
+        its buckets, if they are the next ones in order and nothing else contributed to them (the
+        parameters ``local``); else nothing, and its gradients wait for the end of the backward."""
+        # A backward for some parameters only must not launch buckets that hold others.
+        if len(set(wanted)) < len(self._produced):
+            return ()
+        follows = all(
+            next_bucket(run.arena) == run.first and not run.members & set(local)
+            for run in self._runs
+        )
+        return self._runs if follows else ()
 
     def __call__(self, args: list[Any]) -> list[Any]:
         """Runs the graph and hands its parameter gradients to the model."""
@@ -133,9 +196,12 @@ class BackwardGraph:
         if not wanted:
             return self._run_for_inputs(args)
         running = self._model.enter_backward()
-        # A backward for some parameters only must not launch buckets that hold others.
-        whole = len(wanted) == len(self._produced)
-        variant = self._variant(self._runs if whole and self._may_launch(running) else ())
+        runs: tuple[LaunchRun, ...] = ()
+        if self._model.launches_in_graphs:
+            runs = self.launches(wanted, lambda arena: arena.next_bucket, running.local)
+        variant = self._variant(runs)
+        for number, nbytes in variant.peaks.items():
+            self._model.arenas[number].make_room(nbytes)
         outputs = list(variant.run(args))
         self._note_launches(variant, outputs)
         for position, parameter in self._captured.gradients:
@@ -155,29 +221,16 @@ class BackwardGraph:
             outputs[position] = None
         return outputs
 
-    def _may_launch(self, running: BackwardPass) -> bool:
-        """Whether the next buckets in order are this graph's, and nothing else contributed to
-        them; else its gradients wait for the end of the backward."""
-        return self._model.launches_in_graphs and all(
-            run.arena.next_bucket == run.first
-            and not any(p.index in running.local for b in run.buckets for p in run.arena.members(b))
-            for run in self._runs
-        )
-
     def _note_launches(self, variant: _Variant, outputs: Sequence[Any]) -> None:
         def at(index: int | None) -> torch.Tensor | None:
             return None if index is None else outputs[index]
 
         for returned in variant.returned:
-            arena = self._model.arenas[returned.key.arena]
-            arena.launched_in_graph(
-                Reduction(
-                    returned.key.bucket,
-                    arena.collective(returned.key.bucket),
-                    packed=at(returned.packed),
-                    launched=at(returned.launched),
-                    result=at(returned.shard),
-                )
+            self._model.arenas[returned.key.arena].launched_in_graph(
+                returned.key.bucket,
+                packed=at(returned.packed),
+                launched=at(returned.launched),
+                result=at(returned.shard),
             )
 
     def _variant(self, runs: tuple[LaunchRun, ...]) -> _Variant:
@@ -203,7 +256,7 @@ class BackwardGraph:
 
     def _lower(self, runs: tuple[LaunchRun, ...]) -> _Variant:
         positions = {p.index: position for position, p in self._captured.gradients}
-        launched = {p.index for run in runs for b in run.buckets for p in run.arena.members(b)}
+        launched = frozenset[int]().union(*(run.members for run in runs))
         limits = [run.arena.plan.in_flight_bytes for run in runs]
         context = ReduceContext(
             tasks=tuple(run.arena.task(b, positions) for run in runs for b in run.buckets),
@@ -212,10 +265,63 @@ class BackwardGraph:
         )
         name = f"model{self._model.number}-backward{self.number}-arenas{len(self._model.arenas)}"
         observe = functools.partial(self._model.dump.after_pass, name)
-        gm = run_passes(REDUCE_PASSES, self._captured.gm, context, observe=observe)
+        updates = self._updates(runs)
+        passes = (*REDUCE_PASSES, *([update_pass(updates)] if updates else []))
+        gm = run_passes(passes, self._captured.gm, context, observe=observe)
         # The lowered graph may be consumed by its compiler; read it first.
-        returned = reduced_buckets(gm)
-        return _Variant(self._captured.lower(gm), returned, context.dropped)
+        returned, actions = reduced_buckets(gm), self._read(gm.graph)
+        self._actions[runs] = actions
+        peaks = {run.arena.number: peak_bytes(actions.actions, run.arena.number) for run in runs}
+        return _Variant(self._captured.lower(gm), returned, context.dropped, peaks)
+
+    def _updates(self, runs: tuple[LaunchRun, ...]) -> tuple[UpdateTask, ...]:
+        """What the plans update in this graph, which launches ``runs``: their first buckets."""
+        saved = saved_parameters(self._captured.gm.graph, self.forward.outputs)
+        tasks: list[UpdateTask] = []
+        for run in runs:
+            for bucket, after in enumerate(run.arena.plan.update_after):
+                if bucket not in run.buckets or after not in run.buckets:
+                    break
+                names = {p.name for p in run.arena.members(bucket)}
+                tasks.append(
+                    UpdateTask(
+                        BucketKey(run.arena.number, bucket),
+                        BucketKey(run.arena.number, after),
+                        self._model.serial,
+                        frozenset(i for i, found in saved.items() if names & found),
+                    )
+                )
+        return tuple(tasks)
+
+    def _read(self, graph: torch.fx.Graph) -> GraphActions:
+        """What the captured graph, or a rewritten copy of it, does."""
+        names = {position: p.name for position, p in self._captured.gradients}
+        return backward_actions(
+            graph,
+            gradient_nodes(self._captured.gm.graph, names),
+            saved_parameters(graph, self.forward.outputs),
+            name=f"graph {self.number}",
+        )
+
+
+def observed_runs(
+    observed: ObservedBackward, graphs: Iterable[BackwardGraph]
+) -> tuple[GraphRun, ...]:
+    """What the graphs of a backward like ``observed`` do by their model's present plans; without
+    those graphs that are gone."""
+    known = {graph.number: graph for graph in graphs}
+    launched: Counter[int] = Counter()  # by arena
+    local: set[int] = set()
+    found = []
+    for execution in observed.executions:
+        graph = known.get(execution.graph)
+        if graph is None:
+            continue
+        runs = graph.launches(execution.parameters, lambda arena: launched[arena.number], local)
+        launched.update({run.arena.number: len(run.buckets) for run in runs})
+        local |= set(execution.parameters).difference(*(run.members for run in runs))
+        found.append(graph.described(runs))
+    return tuple(found)
 
 
 def interpret(gm: torch.fx.GraphModule) -> Executable:

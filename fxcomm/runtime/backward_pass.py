@@ -16,7 +16,10 @@ from fxcomm.runtime.parameters import ManagedParameter
 class BackwardPass:
     """The running backward. ``local`` holds gradients of this rank that are in no bucket yet (by
     parameter index, of the parameter's shape); ``produced`` the parameters that got any gradient
-    on this rank; ``kept`` the ``p.grad`` that were set aside to tell new gradients from old."""
+    on this rank; ``kept`` the ``p.grad`` that were set aside to tell new gradients from old;
+    ``announced`` the sharded parameters that have their ``p.grad`` already, ``accumulating`` those
+    of them whose earlier gradient is kept; ``at_step`` the arenas that this backward updates no
+    further."""
 
     backward_id: int
     local: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -24,6 +27,9 @@ class BackwardPass:
     eager: set[int] = field(default_factory=set)
     executions: list[GraphExecution] = field(default_factory=list)
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
+    announced: set[int] = field(default_factory=set)
+    accumulating: set[int] = field(default_factory=set)
+    at_step: set[int] = field(default_factory=set)
 
     def add(self, parameter: ManagedParameter, gradient: torch.Tensor) -> None:
         """Adds a contribution of this rank to the parameter's gradient."""

@@ -9,8 +9,8 @@ that all ranks agree on.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,21 +39,29 @@ from fxcomm.runtime.arena import (
     WireDtypes,
     accumulation_dtype,
 )
-from fxcomm.runtime.backward_graph import BackwardGraph, CapturedBackward
+from fxcomm.runtime.backward_graph import BackwardGraph, CapturedBackward, observed_runs
 from fxcomm.runtime.backward_pass import BackwardPass, PresenceExchange
 from fxcomm.runtime.buffers import MutableBuffers
 from fxcomm.runtime.gradient import ShardedGradient
 from fxcomm.runtime.in_flight import InFlightParameters, seen_parameters
 from fxcomm.runtime.norms import gradient_norms
 from fxcomm.runtime.parameters import ManagedParameter
+from fxcomm.runtime.replay import replayed_plan
 from fxcomm.runtime.statistics import StepMeter
+from fxcomm.runtime.verification import ForwardGraph, GraphRun, require_valid_step
+
+CompileUpdate = Callable[
+    [Callable[..., tuple[()]], Callable[[int], list[torch.Tensor]]], Callable[[list[Any]], object]
+]
 
 
 @dataclass(frozen=True)
 class Environment:
     """The ranks a model trains on. ``connect`` opens a new process group for collectives on a
     device, ``connect_control`` one for small CPU tensors; both wait for every rank. ``in_flight``
-    makes reads of parameters wait, of whatever model."""
+    makes reads of parameters wait, of whatever model. ``compile_update`` makes a function that
+    updates flat tensors in place into one that takes them in a list, of any length; it is also
+    given what makes example tensors of a length."""
 
     agreement: Agreement
     rank: int
@@ -61,6 +69,7 @@ class Environment:
     connect: Callable[[torch.device], Communicator]
     connect_control: Callable[[], dist.ProcessGroup]
     in_flight: InFlightParameters
+    compile_update: CompileUpdate
 
 
 @dataclass
@@ -81,6 +90,7 @@ class ManagedModel:
 
     def __init__(self, number: int, options: Options, environment: Environment) -> None:
         self.number = number
+        self.serial = -1  # unique in this process; the registry gives it
         self.options = options
         self.environment = environment
         self.parameters: list[ManagedParameter] = []
@@ -89,6 +99,7 @@ class ManagedModel:
         self.buffers = MutableBuffers()
         self.dump = Dump(options.dump if environment.rank == 0 else None)
         self._silenced = 0
+        self._forwards: weakref.WeakSet[ForwardGraph] = weakref.WeakSet()
         self._graphs: weakref.WeakSet[BackwardGraph] = weakref.WeakSet()
         self._graph_count = 0
         self._dense: Communicator | None = None
@@ -105,6 +116,7 @@ class ManagedModel:
         self._changed_buffers: set[int] = set()
         self._delivered: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._written = False
+        self._factors: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     @property
     def sharded(self) -> bool:
@@ -178,16 +190,23 @@ class ManagedModel:
         return graph
 
     def observing_uses(
-        self, parameters: Sequence[int], run: Callable[[list[Any]], Sequence[Any]]
+        self, forward: ForwardGraph, run: Callable[[list[Any]], Sequence[Any]]
     ) -> Callable[[list[Any]], Sequence[Any]]:
-        """A forward graph that uses ``parameters`` (indices) in this order: until the first plan,
-        its runs tell in which order a step uses all parameters."""
+        """Takes charge of a forward graph: until the first plan, its runs tell in which order a
+        step uses all parameters.
+
+        Raises:
+            FxcommError: by the model's plans, the graph would break a rule of DESIGN.
+        """
         known = weakref.ref(self)
+        self._forwards.add(forward)
+        plans = [arena.described() for arena in self.arenas]
+        require_valid_step(self.rank, [GraphRun(forward)], plans)
 
         def observed(args: list[Any]) -> Sequence[Any]:
             model = known()
             if model is not None and not model.arenas:
-                model._uses.update(dict.fromkeys(parameters))
+                model._uses.update(dict.fromkeys(forward.uses))
             return run(args)
 
         return observed
@@ -352,7 +371,8 @@ class ManagedModel:
         for p in unplanned:
             if p.index in present:
                 self._reduce_plainly(p, backward)
-        self._pending = _Pending(exchange, present, self._announce(present), backward)
+        accumulating = self._announce(present, backward)
+        self._pending = _Pending(exchange, present, accumulating, backward)
         if any(isinstance(arena, ReplicatedArena) for arena in self.arenas):
             self.finish()
         self._restore(backward)
@@ -403,18 +423,67 @@ class ManagedModel:
         delivered = [(gradient(), version) for gradient, version in self._delivered.values()]
         return self._written or any(g is not None and g._version != v for g, v in delivered)
 
-    def _announce(self, present: set[int]) -> set[int]:
+    def _announce(self, present: set[int], backward: BackwardPass) -> set[int]:
         """Gives every present sharded parameter its ``p.grad``; returns the parameters whose
         earlier gradient goes on."""
-        accumulating = set()
         for p in self.parameters:
             if isinstance(p.arena, ShardedArena):
-                gradient = p.parameter.grad
-                if isinstance(gradient, ShardedGradient) and gradient.reduced:
-                    accumulating.add(p.index)
-                elif p.index in present:
-                    self._sharded_gradient(p).reduced = True
-        return accumulating
+                self._announce_one(p, p.index in present, backward)
+        return backward.accumulating
+
+    def _announce_one(self, p: ManagedParameter, present: bool, backward: BackwardPass) -> None:
+        if p.index in backward.announced:
+            return
+        backward.announced.add(p.index)
+        gradient = p.parameter.grad
+        if isinstance(gradient, ShardedGradient) and gradient.reduced:
+            self.apply_factors(p)
+            backward.accumulating.add(p.index)
+        elif present:
+            self._sharded_gradient(p).reduced = True
+
+    def update_in_backward(
+        self,
+        number: int,
+        bucket: int,
+        packed: torch.Tensor | None,
+        launched: torch.Tensor | None,
+        mean: torch.Tensor | None,
+    ) -> None:
+        """Updates a bucket that a backward graph has reduced, and starts its gather. Nothing reads
+        its parameters any more in this backward.
+
+        Where that cannot be, it stays for the optimizer's step, with the buckets behind it.
+
+        Raises:
+            FxcommError: the step has updated the bucket already, in an earlier backward.
+        """
+        arena, backward = self.arenas[number], self._pass
+        assert backward is not None
+        assert isinstance(arena, ShardedArena)
+        if bucket in arena.applied:
+            raise FxcommError(
+                f"bucket {bucket} (parameter {arena.members(bucket)[0].name!r}, ...) was updated "
+                'in an earlier backward of this step. With options={"update": "in_backward"} '
+                "call optimizer.step() after each backward; to accumulate gradients, run all but "
+                "the last under fxcomm.no_sync(model)."
+            )
+        arena.launched_in_graph(bucket, packed, launched, mean)
+        updaters = list(arena.updaters)
+        if number in backward.at_step or len(updaters) != 1:
+            backward.at_step.add(number)
+            return
+        for p in arena.members(bucket):
+            self._announce_one(p, True, backward)
+        arena.accumulate(arena.finish_reductions(through=bucket), backward.accumulating)
+        if not updaters[0].update_in_backward(arena, bucket):
+            backward.at_step.add(number)
+            return
+        arena.applied.add(bucket)
+        for p in arena.members(bucket):
+            self._sharded_gradient(p).applied = True
+            # A node of autograd that saved the parameter and runs later must refuse to.
+            torch.autograd.graph.increment_version(p.parameter)
 
     def finish(self) -> None:
         """Waits for the reductions in flight and folds them into the kept gradients."""
@@ -427,10 +496,20 @@ class ManagedModel:
         late = pending.exchange.late()
         if not late:
             return
+        self._refuse_late_for_applied(late)
         for arena in self.arenas:
             again = [b for i, (a, b) in enumerate(self._buckets()) if a is arena and i in late]
             arena.launch(again, pending.late.take)
         self._fold(pending, {p.index for p in self.parameters})
+
+    def _refuse_late_for_applied(self, late: Collection[int]) -> None:
+        for i, (arena, bucket) in enumerate(self._buckets()):
+            if i in late and bucket < len(arena.plan.update_after):
+                raise FxcommError(
+                    f"a contribution to the gradient of bucket {bucket} (parameter "
+                    f"{arena.members(bucket)[0].name!r}, ...) came after the backward had updated "
+                    'it. Use options={"update": "at_step"} for this model.'
+                )
 
     def _fold(self, pending: _Pending, accumulating: set[int]) -> None:
         for arena in self.arenas:
@@ -495,6 +574,7 @@ class ManagedModel:
 
     def end_step(self) -> None:
         """Closes an optimizer step: buffers that changed become rank 0's on every rank."""
+        self._factors.clear()
         if self._changed_buffers:
             self.buffers.sync(self._changed_buffers, self.dense.broadcast)
             self._changed_buffers.clear()
@@ -502,6 +582,7 @@ class ManagedModel:
 
     def synchronise_whole(self, chosen: Sequence[ManagedParameter]) -> None:
         """Reduces the whole ``p.grad`` of parameters for which no backward did. Collective."""
+        self.finish()
         backward = BackwardPass(-1)
         for p in chosen:
             if p.parameter.grad is not None:
@@ -514,6 +595,12 @@ class ManagedModel:
 
     def gradient_shards(self, p: ManagedParameter) -> list[torch.Tensor]:
         """This rank's parts of a sharded mean gradient, final and writable."""
+        shards = self._unscaled_shards(p)
+        self.apply_factors(p)
+        return shards
+
+    def _unscaled_shards(self, p: ManagedParameter) -> list[torch.Tensor]:
+        """As :meth:`gradient_shards`, yet to be multiplied by the gradient's factors."""
         self.settle()
         arena, gradient = p.arena, p.parameter.grad
         assert isinstance(arena, ShardedArena)
@@ -523,6 +610,30 @@ class ManagedModel:
             for shard in shards:
                 shard.zero_()
         return shards
+
+    def scale_gradient(self, p: ManagedParameter, factor: torch.Tensor) -> None:
+        """Multiplies a sharded gradient by a tensor without dimensions, when it is next used."""
+        self.settle_presence()
+        gradient = p.parameter.grad
+        if isinstance(gradient, ShardedGradient) and gradient.reduced:
+            # A copy, the same for all gradients: the user may go on to change the tensor.
+            key = id(factor), factor._version
+            _, copied = self._factors.setdefault(key, (factor, factor.detach().clone()))
+            gradient.factors += (copied,)
+        else:
+            for shard in self.gradient_shards(p):
+                shard.mul_(factor)
+        self.note_write()
+
+    def apply_factors(self, p: ManagedParameter) -> None:
+        """Multiplies this rank's parts of a gradient by the factors that wait for it."""
+        gradient = p.parameter.grad
+        if isinstance(gradient, ShardedGradient) and gradient.factors:
+            factors, gradient.factors = gradient.factors, ()
+            assert isinstance(p.arena, ShardedArena)
+            for shard in p.arena.owned_gradients(p):
+                for factor in factors:
+                    shard.mul_(factor)
 
     def with_sharded_gradient(self) -> list[ManagedParameter]:
         """Parameters whose ``p.grad`` is sharded, the same on every rank once settled."""
@@ -536,8 +647,12 @@ class ManagedModel:
         self.settle()
         if order not in self._norms:
             chosen = self.with_sharded_gradient()
-            shards = [self.gradient_shards(known) for known in chosen]
+            if order == 0:  # a factor of zero changes how many elements are zero
+                for known in chosen:
+                    self.apply_factors(known)
+            shards = [self._unscaled_shards(known) for known in chosen]
             norms = gradient_norms(shards, order, self.dense, p.parameter.device)
+            norms = [_scaled_norm(n, k.parameter.grad) for n, k in zip(norms, chosen, strict=True)]
             self._norms[order] = {
                 known.index: norm.to(accumulation_dtype(known.parameter.dtype))
                 for known, norm in zip(chosen, norms, strict=True)
@@ -582,6 +697,9 @@ class ManagedModel:
         """Plans ``chosen``, lays them out and lowers every known graph for the plan.
 
         Every rank calls it with the same parameters; rank 0's plan is everyone's.
+
+        Raises:
+            FxcommError: a step by the plan would break a rule of DESIGN on this rank.
         """
         self.settle()
         arena = self._new_arena(self._agreed_plan(chosen), chosen)
@@ -597,11 +715,42 @@ class ManagedModel:
                     arena.absorb(p, gradient)
                     p.parameter.grad = None
                     self._sharded_gradient(p).reduced = True
-        for graph in sorted(self._graphs, key=lambda graph: graph.number):
+        graphs = sorted(self._graphs, key=lambda graph: graph.number)
+        for graph in graphs:
             graph.follow_plan()
+        plans = [arena.described() for arena in self.arenas]
+        require_valid_step(self.rank, observed_runs(self.observed, graphs), plans)
+        for forward in set(self._forwards).difference(graph.forward for graph in graphs):
+            require_valid_step(self.rank, [GraphRun(forward)], plans)
         return arena
 
     def _agreed_plan(self, chosen: Sequence[ManagedParameter]) -> OverlapPlan:
+        """Rank 0's plan for ``chosen``: read from the file that the user names, which is for the
+        model's first plan only, or made now."""
+        agreement, topic = self.environment.agreement, self.topic("the plan")
+        if self.options.plan_file is not None and not self.arenas:
+            plan = replayed_plan(
+                self.options.plan_file,
+                [p.spec for p in chosen],
+                agreement,
+                topic,
+                world_size=self.environment.world_size,
+                split=self.sharded,
+            )
+            # The forwards wait for nothing if the user's options say so.
+            return replace(
+                plan,
+                in_flight_bytes=_megabytes(self.options.in_flight_mb) or plan.in_flight_bytes,
+                commshift=plan.commshift and self._commshift,
+            )
+        plan = self._baseline_plan(chosen)
+        return OverlapPlan.from_json(agreement.from_rank_zero(topic, plan.to_json()))
+
+    @property
+    def _commshift(self) -> bool:
+        return self.sharded and self.options.commshift
+
+    def _baseline_plan(self, chosen: Sequence[ManagedParameter]) -> OverlapPlan:
         place = {p.index: i for i, p in enumerate(chosen)}
         observed = ObservedBackward(
             tuple(
@@ -610,7 +759,7 @@ class ManagedModel:
             ),
             frozenset(place[i] for i in self.observed.eager if i in place),
         )
-        plan = baseline_plan(
+        return baseline_plan(
             [p.spec for p in chosen],
             observed,
             [place[i] for i in self._uses if i in place],
@@ -618,13 +767,12 @@ class ManagedModel:
             bucket_bytes=self._bucket_bytes(chosen),
             in_flight_bytes=self._in_flight_bytes(),
             split=self.sharded,
-            commshift=self.sharded and self.options.commshift,
+            commshift=self._commshift,
+            in_backward=self.sharded and self.options.update == "in_backward",
         )
-        text = self.environment.agreement.from_rank_zero(self.topic("the plan"), plan.to_json())
-        return OverlapPlan.from_json(text)
 
     def _bucket_bytes(self, chosen: Sequence[ManagedParameter]) -> int | None:
-        if self.options.bucket_mb is not None or self.options.plan != "auto":
+        if self.options.bucket_mb is not None or self.options.plan == "bucket-25mb":
             return _megabytes(self.options.bucket_mb)
         return default_bucket_bytes(sum(p.spec.numel * p.spec.itemsize for p in chosen))
 
@@ -636,14 +784,23 @@ class ManagedModel:
 
     def _new_arena(self, plan: OverlapPlan, chosen: Sequence[ManagedParameter]) -> Arena:
         kind = ShardedArena if self.sharded else ReplicatedArena
+        device = chosen[0].parameter.device
         return kind(
             len(self.arenas),
             plan,
             chosen,
-            self.environment.connect(chosen[0].parameter.device),
+            self.environment.connect(device),
             WireDtypes(self.options.reduce_dtype, self.options.gather_dtype),
             self.meter,
+            self.environment.connect(device) if plan.update_after else None,
         )
+
+
+def _scaled_norm(norm: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
+    assert isinstance(gradient, ShardedGradient)
+    for factor in gradient.factors:
+        norm = norm * factor.to(device=norm.device, dtype=norm.dtype).abs()
+    return norm
 
 
 def _megabytes(value: float | None) -> int | None:
