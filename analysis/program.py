@@ -147,11 +147,13 @@ class Program:
 @dataclass(frozen=True)
 class GraphActions:
     """What a backward graph does. It fills the buffers of the buckets ``packed`` itself, so nothing
-    else can reduce them, and returns the buckets ``finished`` as reduced, so nothing else waits."""
+    else can reduce them, and returns the buckets ``finished`` as reduced, so nothing else waits.
+    With ``adds_local`` it adds what earlier backwards left on the rank to what it reduces."""
 
     actions: tuple[BackwardAction, ...]
     packed: frozenset[BucketKey] = frozenset()
     finished: frozenset[BucketKey] = frozenset()
+    adds_local: bool = False
 
 
 @dataclass(frozen=True)
@@ -668,7 +670,8 @@ class _Runtime:
                 if action.bucket in self.buckets:
                     self._update(action.bucket.bucket, prefix + action.where)
             elif action.collective.bucket in self.buckets:
-                self.add(_in_run(action, prefix, number))
+                carried = self._uncarried if graph.adds_local else [number]
+                self.add(_in_run(action, prefix, frozenset(carried)))
         # The runtime takes the graph's word for these.
         self._waited |= {CollectiveId(REDUCE, key) for key in graph.finished}
 
@@ -766,7 +769,7 @@ def _compute_in_run(
     )
 
 
-def _in_run(action: Launch | Wait, prefix: str, number: int) -> Launch | Wait:
+def _in_run(action: Launch | Wait, prefix: str, carried: frozenset[int]) -> Launch | Wait:
     where = prefix + action.where
     if isinstance(action, Wait):
         return replace(action, where=where)
@@ -775,7 +778,7 @@ def _in_run(action: Launch | Wait, prefix: str, number: int) -> Launch | Wait:
         where=where,
         reads=_prefixed(prefix, action.reads),
         writes=_prefixed(prefix, action.writes),
-        micro_steps=frozenset({number}),
+        micro_steps=carried,
     )
 
 

@@ -45,11 +45,16 @@ def backward_lowering(
 
     def lower(rewritten: torch.fx.GraphModule) -> Executable:
         guards = compat.LateGuards(example_inputs)
+        placeholders = [node for node in rewritten.graph.nodes if node.op == "placeholder"]
+        added = [node.meta["val"] for node in placeholders[len(example_inputs) :]]
         fallback = interpret(rewritten)
         with reopen(), guards.recording():
             # Inductor consumes the graph it is given; the fallback keeps its own.
             compiled = compat.compile_inner(
-                copy_graph_module(rewritten), example_inputs, config=config, **inductor_arguments
+                copy_graph_module(rewritten),
+                [*example_inputs, *added],
+                config=config,
+                **inductor_arguments,
             )
 
         def run(args: list[Any]) -> Sequence[Any]:

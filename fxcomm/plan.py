@@ -62,6 +62,9 @@ class OverlapPlan:
     The first ``len(update_after)`` buckets are updated and gathered in the backward graph that
     launches them, bucket ``b`` behind the launch of bucket ``update_after[b]``, which gives its
     reduction time; they are the first ones in ``gather_order``, in the order of their numbers.
+
+    With ``sink_reductions`` and gradient accumulation only the last of a step's backwards reduces;
+    until then gradients stay on their rank, whole. Else each backward reduces its own.
     """
 
     name: str
@@ -71,6 +74,7 @@ class OverlapPlan:
     gather_order: tuple[int, ...]
     commshift: bool
     update_after: tuple[int, ...] = ()
+    sink_reductions: bool = False
 
     def to_json(self) -> str:
         """The plan as JSON text; equal plans give equal texts."""
@@ -82,6 +86,7 @@ class OverlapPlan:
             "gather_order": self.gather_order,
             "commshift": self.commshift,
             "update_after": self.update_after,
+            "sink_reductions": self.sink_reductions,
         }
         return json.dumps(fields, sort_keys=True)
 
@@ -109,13 +114,14 @@ class OverlapPlan:
             tuple(fields["gather_order"]),
             fields["commshift"],
             tuple(fields["update_after"]),
+            fields["sink_reductions"],
         )
 
 
 def _check_fields(fields: dict[str, Any], buckets: int) -> None:
     """Raises ValueError if the entries of a plan besides its layout are not what they should be."""
     name, in_graph, limit = fields["name"], fields["in_graph"], fields["in_flight_bytes"]
-    order, commshift = fields["gather_order"], fields["commshift"]
+    order = fields["gather_order"]
     if not isinstance(name, str):
         raise ValueError(f"the plan's name is {name!r}, not a text")
     if not isinstance(in_graph, list) or not all(isinstance(x, bool) for x in in_graph):
@@ -128,8 +134,9 @@ def _check_fields(fields: dict[str, Any], buckets: int) -> None:
     numbers = isinstance(order, list) and all(type(x) is int for x in order)
     if not numbers or sorted(order) != list(range(buckets)):
         raise ValueError("the plan's gather_order does not name each bucket once")
-    if not isinstance(commshift, bool):
-        raise ValueError(f"the plan's commshift is {commshift!r}, not true or false")
+    for name in ("commshift", "sink_reductions"):
+        if not isinstance(fields[name], bool):
+            raise ValueError(f"the plan's {name} is {fields[name]!r}, not true or false")
     _check_update_after(fields["update_after"], in_graph, order)
 
 
@@ -235,6 +242,7 @@ def baseline_plan(
     split: bool,
     commshift: bool,
     in_backward: bool = False,
+    sink_reductions: bool = False,
 ) -> OverlapPlan:
     """Fixed-size buckets in the order in which ``observed`` produced the gradients, gathered in
     the order in which a forward uses parameters (``uses``, indices).
@@ -268,6 +276,7 @@ def baseline_plan(
         gather_order=(*early, *(bucket for bucket in by_use if bucket not in early)),
         commshift=commshift,
         update_after=update_after,
+        sink_reductions=sink_reductions,
     )
 
 

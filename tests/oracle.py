@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,6 +92,7 @@ def train_compiled(
     return result
 
 
+@functools.cache
 def train_alone(
     world_size: int,
     case_name: str,
@@ -99,7 +101,8 @@ def train_alone(
     clip: float | None = None,
     micro_steps: int = 1,
 ) -> Trained:
-    """The oracle: one process, eager, on the concatenated batch."""
+    """The oracle: one process, eager, on the concatenated batch. Its results are shared; do not
+    write to them."""
     case = ZOO[case_name]
     model = case.model(seed=0)
     optimizer = make_optimizer(model.parameters())

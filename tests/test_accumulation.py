@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -89,19 +89,49 @@ def count_wire_bytes(site: Site, micro_steps: int, quiet: bool) -> list[float]:
     return sent
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_gradients_travel_once_under_no_sync(ranks: Pools, stage: str) -> None:
+# How many of a step's reductions of accumulated gradients travel: whole gradients may wait for the
+# last backward if that is within the limit.
+@pytest.mark.parametrize(
+    ("options", "sunk"),
+    [
+        ({"stage": "zero2"}, True),
+        ({"stage": "zero2", "in_flight_mb": 0.001}, False),
+        ({"stage": "zero1", "in_flight_mb": 1000.0}, True),
+        ({"stage": "ddp"}, False),
+    ],
+)
+def test_how_often_gradients_travel(ranks: Pools, options: Mapping[str, Any], sunk: bool) -> None:
     def sent(micro_steps: int, quiet: bool) -> list[float]:
-        run = ranks(2).run(run_script, count_wire_bytes, {"stage": stage}, (micro_steps, quiet))
+        run = ranks(2).run(run_script, count_wire_bytes, options, (micro_steps, quiet))
         assert run[0] == run[1]
         return run[0]
 
     once, quiet, loud = sent(1, False), sent(MICRO_STEPS, True), sent(MICRO_STEPS, False)
     assert quiet == once
     # From the second step on; the first has no plan yet. All-reduce sends what the two others do.
-    reductions = [b / 2 if stage != "ddp" else b for b in once[1:]]
+    reductions = [b / 2 if options["stage"] != "ddp" else b for b in once[1:]]
     extra = [b - a for a, b in zip(once[1:], loud[1:], strict=True)]
-    assert extra == pytest.approx([(MICRO_STEPS - 1) * r for r in reductions])
+    assert extra == pytest.approx([0 if sunk else (MICRO_STEPS - 1) * r for r in reductions])
+
+
+def changing_micro_batches(site: Site) -> dict[str, Any]:
+    """Steps of more and of fewer backwards than the step before."""
+    model, compiled = site.model()
+    optimizer = _momentum(compiled.parameters())
+    batch = 0
+    for backwards in (2, 3, 1, 1, 4, 2):
+        for _ in range(backwards):
+            backward(site, compiled, batch)
+            batch += 1
+        nn.utils.clip_grad_norm_(compiled.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return snapshot(model, optimizer)
+
+
+@SHARDED_OR_NOT
+def test_changing_numbers_of_micro_batches(ranks: Pools, stage: str) -> None:
+    assert_like_one_process(ranks(2), changing_micro_batches, stage=stage)
 
 
 def uneven_micro_batches(site: Site) -> dict[str, Any]:

@@ -541,7 +541,8 @@ def test_compiled_graphs_fill_buckets_as_told(per_bucket: int, wire: torch.dtype
     case, whole, chunks = mixed_case()
     content = [whole[i : i + per_bucket] for i in range(0, len(whole), per_bucket)] + chunks
     tasks = tasks_of(case, content, lead=2 * (per_bucket > 1), dtype=wire)
-    gm = run_passes(REDUCE_PASSES, case.gm, reduce_context(case, tasks))
+    context = reduce_context(case, tasks)
+    gm = assert_reduces(case, context)
     buckets = reduced_buckets(gm)
     outputs = compiled(gm)([tensor.clone() for tensor in case.inputs])
     packed = [outputs[bucket.packed] for bucket in buckets if bucket.packed is not None]
@@ -550,7 +551,7 @@ def test_compiled_graphs_fill_buckets_as_told(per_bucket: int, wire: torch.dtype
         torch.testing.assert_close(bucket, expected)
         assert torch.equal(bucket == 0, expected == 0), "gaps are zero"
     for position, value in enumerate(torch.fx.Interpreter(case.gm).run(*case.inputs)):
-        if value is not None and position not in reduce_context(case, tasks).dropped:
+        if value is not None and position not in context.dropped:
             torch.testing.assert_close(outputs[position], value)
             assert per_bucket == 1 or not any(map(share_memory(outputs[position]), packed))
 

@@ -4,7 +4,7 @@ lowered graph is found before anything of it runs. As one of 4 ranks of the fake
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.fx
-from torch import Tensor, nn
+from torch import Tensor
 
 from fxcomm.analysis.program import (
     GATHER,
@@ -222,8 +222,13 @@ def lose_an_operand(gm: torch.fx.GraphModule, context: ReduceContext) -> torch.f
 
 
 def launch_early(gm: torch.fx.GraphModule, context: ReduceContext) -> torch.fx.GraphModule:
-    """A reduction starts before the gradients of its bucket are there."""
-    next(n for n in gm.graph.nodes if n.op == "call_function").prepend(stamped(gm, "launch")[1])
+    """A reduction starts before the gradients of its bucket are there, with something else."""
+    launch, task = stamped(gm, "launch")[0], context.tasks[0]
+    with gm.graph.inserting_before(next(n for n in gm.graph.nodes if n.op == "call_function")):
+        zeros = gm.graph.call_function(torch.ops.aten.full.default, ([task.numel], 0.0))
+    zeros.meta["val"] = launch.all_input_nodes[0].meta["val"]
+    launch.replace_input_with(launch.all_input_nodes[0], zeros)
+    zeros.append(launch)
     return gm
 
 
@@ -268,6 +273,7 @@ def refused_job(rank: int, world_size: int, which: str, when: str) -> tuple[str,
             stage = "backward"
             loss.backward()
             stage = "step"
+            recorder.events.clear()  # without a plan gradients are reduced one by one
             optimizer.step()
         except FxcommError as error:
             return str(error), stage, len(recorder.events)

@@ -51,7 +51,9 @@ def pack(
 
 
 @pack.register_fake
-def _(parts: Sequence[Tensor], strides: Sequence[int], offsets: Sequence[int], numel: int) -> Tensor:
+def _(
+    parts: Sequence[Tensor], strides: Sequence[int], offsets: Sequence[int], numel: int
+) -> Tensor:
     return parts[0].new_empty(numel)
 
 

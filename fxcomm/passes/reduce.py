@@ -58,11 +58,14 @@ class BucketTask:
 @dataclass(frozen=True)
 class ReduceContext:
     """What the reduce passes work on. ``tasks`` come in launch order; ``dropped`` are the output
-    positions whose gradients no longer leave the graph."""
+    positions whose gradients no longer leave the graph. To those at the output positions ``local``
+    the graph adds what earlier backwards left on this rank: more inputs, one for each in this
+    order, flat, with the parameter's dimensions from the slowest."""
 
     tasks: tuple[BucketTask, ...]
     dropped: frozenset[int]
     in_flight_bytes: int | None = None
+    local: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     def task(self, key: BucketKey) -> BucketTask:
         """The task of a bucket."""
@@ -84,6 +87,42 @@ class ReducedBucket:
 def _fake_mode(gm: torch.fx.GraphModule) -> AbstractContextManager[object]:
     values = [v.meta.get("val") for v in output_values(gm.graph) if v is not None]
     return compat.fake_mode_of(values) or nullcontext()
+
+
+def add_local_gradients(gm: torch.fx.GraphModule, context: ReduceContext) -> torch.fx.GraphModule:
+    """Adds gradients of earlier backwards, which come as inputs, to those of this one."""
+    values = output_values(gm.graph)
+    with _fake_mode(gm):
+        for position, order in context.local:
+            values[position] = _with_local(gm.graph, values, position, order)
+    set_outputs(gm.graph, values)
+    return gm
+
+
+def _with_local(
+    graph: torch.fx.Graph,
+    values: Sequence[torch.fx.Node | None],
+    position: int,
+    order: tuple[int, ...],
+) -> torch.fx.Node:
+    gradient = values[position]
+    assert gradient is not None
+    value: torch.Tensor = gradient.meta["val"]
+    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    with graph.inserting_after(last):
+        flat = graph.placeholder(f"local_{position}")
+    flat.meta["val"] = torch.empty(value.numel(), dtype=value.dtype, device=value.device)
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    with graph.inserting_after(max(gradient, flat)):
+        viewed = graph.call_function(_aten.view.default, (flat, [value.shape[d] for d in order]))
+    viewed.meta["val"] = flat.meta["val"].view([value.shape[d] for d in order])
+    with graph.inserting_after(viewed):
+        placed = graph.call_function(_aten.permute.default, (viewed, inverse))
+    placed.meta["val"] = viewed.meta["val"].permute(inverse)
+    with graph.inserting_after(placed):
+        total = graph.call_function(_aten.add.Tensor, (gradient, placed))
+    total.meta["val"] = value + placed.meta["val"]
+    return total
 
 
 def pack_buckets(gm: torch.fx.GraphModule, context: ReduceContext) -> torch.fx.GraphModule:
@@ -256,6 +295,7 @@ def _launch_order(
 
 
 REDUCE_PASSES: tuple[GraphPass[ReduceContext], ...] = (
+    GraphPass("add_local_gradients", add_local_gradients),
     GraphPass("pack_buckets", pack_buckets, provides=frozenset({"packed buckets"})),
     GraphPass(
         "launch_reductions",

@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -118,12 +118,14 @@ def _numel(arena: Arena, slot: int) -> int:
 @dataclass(frozen=True)
 class _Variant:
     """The graph lowered to launch some buckets (or none). ``peaks`` are the most bytes that they
-    have in flight in it, by arena number."""
+    have in flight in it, by arena number. It takes as more inputs what earlier backwards left of
+    the gradients of ``local``."""
 
     run: Executable
     returned: tuple[ReducedBucket, ...] = ()
     dropped: frozenset[int] = frozenset()
     peaks: Mapping[int, int] = field(default_factory=dict)
+    local: tuple[ManagedParameter, ...] = ()
 
 
 class BackwardGraph:
@@ -140,7 +142,7 @@ class BackwardGraph:
         self._output_count = len(output_values(captured.gm.graph))
         self._produced = {p.index for _, p in captured.gradients}
         self._runs: tuple[LaunchRun, ...] = ()
-        self._variants: dict[tuple[LaunchRun, ...], _Variant] = {}
+        self._variants: dict[tuple[tuple[LaunchRun, ...], bool], _Variant] = {}
         self._actions: dict[tuple[LaunchRun, ...], GraphActions] = {}
         self._plain_runs = 0
         self.follow_plan()
@@ -156,12 +158,15 @@ class BackwardGraph:
         if self._runs:
             self._variant(self._runs)
         if self._model.arenas:
-            require_valid_step(
-                self._model.rank,
-                [self.described(self._runs)],
-                [arena.described() for arena in self._model.arenas],
-                before={run.arena.number: run.first for run in self._runs},
-            )
+            self._require_valid(self._runs, self.described(self._runs))
+
+    def _require_valid(self, runs: tuple[LaunchRun, ...], described: GraphRun) -> None:
+        require_valid_step(
+            self._model.rank,
+            [described],
+            [arena.described() for arena in self._model.arenas],
+            before={run.arena.number: run.first for run in runs},
+        )
 
     @property
     def forward(self) -> ForwardGraph:
@@ -199,9 +204,13 @@ class BackwardGraph:
         runs: tuple[LaunchRun, ...] = ()
         if self._model.launches_in_graphs:
             runs = self.launches(wanted, lambda arena: arena.next_bucket, running.local)
-        variant = self._variant(runs)
+        local = self._model.has_local_gradients
+        if local and not all(run.arena.sharded for run in runs):
+            runs = ()  # replicated gradients are added when the backward ends
+        variant = self._variant(runs, adds_local=local and bool(runs))
         for number, nbytes in variant.peaks.items():
             self._model.arenas[number].make_room(nbytes)
+        args.extend(self._model.take_local(p) for p in variant.local)
         outputs = list(variant.run(args))
         self._note_launches(variant, outputs)
         for position, parameter in self._captured.gradients:
@@ -233,17 +242,17 @@ class BackwardGraph:
                 result=at(returned.shard),
             )
 
-    def _variant(self, runs: tuple[LaunchRun, ...]) -> _Variant:
-        known = self._variants.get(runs)
+    def _variant(self, runs: tuple[LaunchRun, ...], *, adds_local: bool = False) -> _Variant:
+        known = self._variants.get((runs, adds_local))
         if known is not None:
             return known
         if runs:
-            variant = self._lower(runs)
+            variant = self._lower(runs, adds_local)
         elif self._interpret_for_now():
             return _Variant(interpret(self._captured.gm))
         else:
             variant = _Variant(self._captured.lower(run_passes((), self._captured.gm, None)))
-        self._variants[runs] = variant
+        self._variants[runs, adds_local] = variant
         return variant
 
     def _interpret_for_now(self) -> bool:
@@ -254,14 +263,18 @@ class BackwardGraph:
             and self._captured.interpretable
         )
 
-    def _lower(self, runs: tuple[LaunchRun, ...]) -> _Variant:
+    def _lower(self, runs: tuple[LaunchRun, ...], adds_local: bool) -> _Variant:
         positions = {p.index: position for position, p in self._captured.gradients}
         launched = frozenset[int]().union(*(run.members for run in runs))
+        local = [
+            (at, p) for at, p in self._captured.gradients if adds_local and p.index in launched
+        ]
         limits = [run.arena.plan.in_flight_bytes for run in runs]
         context = ReduceContext(
             tasks=tuple(run.arena.task(b, positions) for run in runs for b in run.buckets),
             dropped=frozenset(positions[index] for index in launched),
             in_flight_bytes=min((x for x in limits if x is not None), default=None),
+            local=tuple((position, p.order) for position, p in local),
         )
         name = f"model{self._model.number}-backward{self.number}-arenas{len(self._model.arenas)}"
         observe = functools.partial(self._model.dump.after_pass, name)
@@ -269,10 +282,15 @@ class BackwardGraph:
         passes = (*REDUCE_PASSES, *([update_pass(updates)] if updates else []))
         gm = run_passes(passes, self._captured.gm, context, observe=observe)
         # The lowered graph may be consumed by its compiler; read it first.
-        returned, actions = reduced_buckets(gm), self._read(gm.graph)
-        self._actions[runs] = actions
+        returned = reduced_buckets(gm)
+        actions = replace(self._read(gm.graph), adds_local=adds_local)
+        if adds_local:
+            self._require_valid(runs, GraphRun(self.forward, actions))
+        else:
+            self._actions[runs] = actions
         peaks = {run.arena.number: peak_bytes(actions.actions, run.arena.number) for run in runs}
-        return _Variant(self._captured.lower(gm), returned, context.dropped, peaks)
+        lowered = self._captured.lower(gm)
+        return _Variant(lowered, returned, context.dropped, peaks, tuple(p for _, p in local))
 
     def _updates(self, runs: tuple[LaunchRun, ...]) -> tuple[UpdateTask, ...]:
         """What the plans update in this graph, which launches ``runs``: their first buckets."""

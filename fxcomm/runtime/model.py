@@ -99,6 +99,8 @@ class ManagedModel:
         self.buffers = MutableBuffers()
         self.dump = Dump(options.dump if environment.rank == 0 else None)
         self._silenced = 0
+        self._backwards = 0  # of this step, without those under no_sync
+        self._expected_backwards = 1
         self._forwards: weakref.WeakSet[ForwardGraph] = weakref.WeakSet()
         self._graphs: weakref.WeakSet[BackwardGraph] = weakref.WeakSet()
         self._graph_count = 0
@@ -125,8 +127,15 @@ class ManagedModel:
 
     @property
     def synchronising(self) -> bool:
-        """Whether backwards reduce their gradients: not under ``no_sync``."""
-        return self._silenced == 0
+        """Whether the running or next backward reduces its gradients: not under ``no_sync``, and
+        where reductions are sunk, not before the last backward of a step, judged by the last step.
+        What stays local by mistake is reduced when the step asks for it."""
+        waits = self._backwards + 1 < self._expected_backwards
+        return self._silenced == 0 and not (waits and self._sinks_reductions)
+
+    @property
+    def _sinks_reductions(self) -> bool:
+        return bool(self.arenas) and all(arena.plan.sink_reductions for arena in self.arenas)
 
     @property
     def rank(self) -> int:
@@ -220,9 +229,8 @@ class ManagedModel:
 
     @property
     def launches_in_graphs(self) -> bool:
-        """Whether backward graphs may launch reductions: not while gradients stay local, nor when
-        earlier local gradients must be added first."""
-        return self.synchronising and not self._unsynced
+        """Whether backward graphs may launch reductions: not while gradients stay local."""
+        return self.synchronising
 
     def enter_backward(self, accumulated: ManagedParameter | None = None) -> BackwardPass:
         """The running backward, begun if this is the first that is heard of it.
@@ -303,7 +311,9 @@ class ManagedModel:
         self._collect_from_outside(backward)
         if backward.executions:
             self.observed = backward.observed()
-        if self.synchronising:
+        synchronising = self.synchronising
+        self._backwards += self._silenced == 0
+        if synchronising:
             self._synchronise(backward)
         else:
             self._keep_local(backward)
@@ -402,6 +412,20 @@ class ManagedModel:
             elif p.index in backward.kept:
                 # The mean of a sum whose earlier part is equal on all ranks keeps that part.
                 backward.add(p, backward.kept.pop(p.index))
+
+    @property
+    def has_local_gradients(self) -> bool:
+        """Whether earlier backwards left gradients on this rank that are yet to be reduced."""
+        return self._unsynced
+
+    def take_local(self, p: ManagedParameter) -> torch.Tensor:
+        """Removes and returns what earlier backwards left of a sharded parameter's gradient on this
+        rank, flat in the parameter's memory order; zeros if nothing."""
+        gradient = p.parameter.grad
+        if not isinstance(gradient, ShardedGradient) or gradient.unsynced is None:
+            return torch.zeros_like(p.parameter).view(-1)
+        local, gradient.unsynced = gradient.unsynced, None
+        return p.flatten(local)
 
     def _reduce_plainly(self, p: ManagedParameter, backward: BackwardPass) -> None:
         """All-reduces one whole gradient; for parameters that no plan covers yet."""
@@ -575,6 +599,8 @@ class ManagedModel:
     def end_step(self) -> None:
         """Closes an optimizer step: buffers that changed become rank 0's on every rank."""
         self._factors.clear()
+        if self._backwards:  # not after another optimizer's step
+            self._expected_backwards, self._backwards = self._backwards, 0
         if self._changed_buffers:
             self.buffers.sync(self._changed_buffers, self.dense.broadcast)
             self._changed_buffers.clear()
@@ -769,12 +795,20 @@ class ManagedModel:
             split=self.sharded,
             commshift=self._commshift,
             in_backward=self.sharded and self.options.update == "in_backward",
+            sink_reductions=self._sinks(chosen),
         )
 
     def _bucket_bytes(self, chosen: Sequence[ManagedParameter]) -> int | None:
         if self.options.bucket_mb is not None or self.options.plan == "bucket-25mb":
             return _megabytes(self.options.bucket_mb)
         return default_bucket_bytes(sum(p.spec.numel * p.spec.itemsize for p in chosen))
+
+    def _sinks(self, chosen: Sequence[ManagedParameter]) -> bool:
+        """Whether gradients may stay whole on their rank until a step's last backward: where only
+        optimizer state is sharded they always may, else if that is within the memory limit."""
+        limit = self._in_flight_bytes()
+        total = sum(p.spec.numel * p.spec.itemsize for p in chosen)
+        return self.sharded and (limit is None or total <= limit)
 
     def _in_flight_bytes(self) -> int | None:
         if self.options.in_flight_mb is not None:

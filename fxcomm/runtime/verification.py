@@ -71,8 +71,8 @@ def require_valid_step(
     backward = tuple(run.backward for run in runs if run.backward is not None)
     for arena in arenas:
         first = (before or {}).get(arena.number, 0)
-        programs = [
-            step_program(rank, [step], arena)
-            for step in (MicroStep((), ()), MicroStep(forward, backward, before=first))
-        ]
+        steps = [[MicroStep((), ())], [MicroStep(forward, backward, before=first)]]
+        if any(graph.adds_local for graph in backward):
+            steps = [[MicroStep(forward, (), reduces=False), *step] for step in steps]
+        programs = [step_program(rank, step, arena) for step in steps]
         require_valid(programs, in_flight_bytes=arena.plan.in_flight_bytes)
