@@ -139,4 +139,4 @@ def test_the_lowered_graphs_break_no_rule(analysed: Analysed) -> None:
     _, program = analysed.programs
     # And it is no empty claim: without the forward's waits it breaks one.
     kept = tuple(a for a in program.actions if not (isinstance(a, ProgramWait) and a.parameter))
-    assert {v.rule for v in verify([replace(program, actions=kept)])} == {2, 3}
+    assert {v.rule for v in verify([replace(program, actions=kept)])} >= {2, 3}
