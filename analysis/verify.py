@@ -88,7 +88,8 @@ def require_valid(programs: Sequence[Program], *, in_flight_bytes: int | None = 
         rest = len(violations) - _SHOWN
         more = f"\n  ... and {rest} more" if rest > 0 else ""
         raise FxcommError(
-            "the overlap plan would compute wrong results or hang; nothing was run:\n"
+            "the overlap plan would compute wrong results or hang; nothing was run. Use another "
+            "plan (options={'plan': ...}), and report this one if fxcomm made it:\n"
             f"{listed}{more}"
         )
 

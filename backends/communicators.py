@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -27,15 +28,16 @@ class _GroupCommunicator:
 
     group: dist.ProcessGroup
 
-    @property
+    # Asked for with every collective, and dear to ask torch.distributed for.
+    @cached_property
     def rank(self) -> int:
         return dist.get_rank(self.group)
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         return dist.get_world_size(self.group)
 
-    @property
+    @cached_property
     def _name(self) -> str:
         return compat.group_name(self.group)
 
@@ -87,17 +89,14 @@ class GlooCommunicator(_GroupCommunicator):
 
     def all_gather(self, buffer: torch.Tensor, tag: int) -> Waitable:
         slices = _real(buffer).chunk(self.world_size)
-        operations = []
+        works: list[Waitable] = []
         # Each rank begins with its next neighbour, so that no rank is everyone's first target.
         for distance in range(1, self.world_size):
-            to, source = (self.rank + distance) % self.world_size, self.rank - distance
-            for operation, tensor, peer in (
-                (dist.isend, slices[self.rank], to),
-                (dist.irecv, slices[source], source % self.world_size),
-            ):
-                peer = dist.get_global_rank(self.group, peer)
-                operations.append(dist.P2POp(operation, tensor, peer, self.group, tag))
-        return _Together(tuple(dist.batch_isend_irecv(operations)))
+            to = (self.rank + distance) % self.world_size
+            source = (self.rank - distance) % self.world_size
+            works.append(compat.send(self.group, slices[self.rank], to, tag))
+            works.append(compat.receive(self.group, slices[source], source, tag))
+        return _Together(tuple(works))
 
     def reduce_scatter_mean(self, numel: int, dtype: torch.dtype) -> Collective:
         world_size, pair = self.world_size, [2] if dtype.is_complex else []

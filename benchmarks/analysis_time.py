@@ -6,7 +6,8 @@ and for one of 240.
 
 A step is captured and lowered as on a rank (of a fake process group, without Inductor). Analysis is
 the step graph, every query on every bucket and parameter, slack and bounds; verification reads the
-lowered graphs and checks their program. Prints the median of the runs, and ratios to the first.
+lowered graphs and checks their program. Prints medians of the runs, in seconds of processor time
+(all of it is one thread of Python), and ratios to the first model.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -33,7 +35,7 @@ from fxcomm.analysis.dependencies import (
     slack,
     steady_state_bound,
 )
-from fxcomm.analysis.step_graph import Role
+from fxcomm.analysis.step_graph import StepGraph
 from fxcomm.analysis.verify import require_valid
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -60,13 +62,11 @@ class Row:
         return self.graph_s + self.queries_s + self.verification_s
 
 
-def query(captured: CapturedStep) -> None:
+def query(step: StepGraph) -> None:
     """Asks everything that there is to ask about the step."""
-    step = captured.step_graph()
-    for bucket in range(len(captured.arena.plan.layout.buckets)):
-        for role in (Role.REDUCE, Role.UPDATE, Role.GATHER):
-            earliest_launch(step, bucket, role)
-            latest_wait(step, bucket, role)
+    for bucket, role in step.by_bucket:
+        earliest_launch(step, bucket, role)
+        latest_wait(step, bucket, role)
     for parameter in step.readers:
         last_read_of_old_value(step, parameter)
         first_use_in_next_forward(step, parameter)
@@ -76,35 +76,26 @@ def query(captured: CapturedStep) -> None:
     steady_state_bound(step)
 
 
-def verify(captured: CapturedStep) -> None:
-    """Reads the lowered graphs and checks the program that they are a part of."""
+def run(captured: CapturedStep) -> tuple[float, float, float]:
+    """Seconds for the step graph, for queries, and for verification."""
+    times = [time.process_time()]
+    step = captured.step_graph()
+    times.append(time.process_time())
+    query(step)
+    times.append(time.process_time())
     require_valid(captured.programs(), in_flight_bytes=captured.arena.plan.in_flight_bytes)
-
-
-def median_seconds(action: Callable[[], object], runs: int) -> float:
-    """The median of ``runs`` runs."""
-    seconds = []
-    for _ in range(runs):
-        start = time.perf_counter()
-        action()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+    times.append(time.process_time())
+    graph_s, queries_s, verification_s = (b - a for a, b in pairwise(times))
+    return graph_s, queries_s, verification_s
 
 
 def measure(layers: int, runs: int) -> Row:
     """The times for a GPT of so many layers."""
     torch._dynamo.reset()
     captured = capture_gpt(layers)
-    graph_s = median_seconds(captured.step_graph, runs)
-    return Row(
-        layers,
-        captured.node_count,
-        len(captured.arena.plan.layout.buckets),
-        graph_s,
-        # A new step graph for each run: it remembers what it was asked.
-        max(0.0, median_seconds(lambda: query(captured), runs) - graph_s),
-        median_seconds(lambda: verify(captured), runs),
-    )
+    parts = zip(*(run(captured) for _ in range(runs)), strict=True)
+    buckets = len(captured.arena.plan.layout.buckets)
+    return Row(layers, captured.node_count, buckets, *map(statistics.median, parts))
 
 
 def table(rows: Sequence[Row]) -> str:

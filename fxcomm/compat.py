@@ -110,6 +110,7 @@ def lower_in_place(operator: torch._ops.OpOverload) -> None:
     elements with each part, dense, at its offset with its strides, and zeros everywhere else.
 
     A kernel that can write its result anywhere writes its part there; other parts are copied.
+    Inductor's cache on disk knows the operator by its name alone.
     """
     inductor_lowering.register_lowering(operator, type_promotion_kind=None)(_lower_in_place)
 
@@ -120,13 +121,14 @@ def _lower_in_place(
     """What Inductor does for ``aten.cat``, with places of any strides for the parts."""
     dtype, device = parts[0].get_dtype(), parts[0].get_device()
     layout = inductor_ir.FixedLayout(device, dtype, [numel], [1])
-    buffer = inductor_ir.ConcatKernel(name=None, layout=layout, inputs=[])
+    filled: list[Any] = []
+    buffer = inductor_ir.ConcatKernel(name=None, layout=layout, inputs=filled)
     storage = inductor_ir.StorageBox(buffer)
 
     def put(part: Any, strides: Sequence[int], offset: int) -> None:
         place = inductor_ir.FixedLayout(device, dtype, part.get_size(), list(strides), offset)
         view = inductor_ir.ReinterpretView(data=storage, layout=place)
-        buffer.inputs.append(inductor_ir.ConcatKernel.realize_into(part, view))
+        filled.append(inductor_ir.ConcatKernel.realize_into(part, view))
 
     def put_zeros(start: int, end: int) -> None:
         if start < end:
@@ -134,7 +136,7 @@ def _lower_in_place(
             put(zeros, [1], start)
 
     end, left = 0, list(strides)
-    nodes = V.graph.current_node.args[0]
+    nodes = cast(Sequence[torch.fx.Node], V.graph.current_node.args[0])
     for node, part, offset in zip(nodes, parts, offsets, strict=True):
         put_zeros(end, offset)
         own, left = left[: len(part.get_size())], left[len(part.get_size()) :]
@@ -143,7 +145,7 @@ def _lower_in_place(
         end = offset + int(part.get_numel())
     put_zeros(end, numel)
     buffer.name = V.graph.register_buffer(buffer)
-    buffer.inputs = inductor_ir.ConcatKernel.unwrap_storage(buffer.inputs)
+    buffer.inputs = inductor_ir.ConcatKernel.unwrap_storage(filled)
     V.graph.register_operation(buffer)
     return inductor_ir.TensorBox(storage)
 
@@ -428,6 +430,12 @@ def first_step_post_hook(
 # --- autograd -------------------------------------------------------------------------------
 
 
+def below_autograd() -> AbstractContextManager[object]:
+    """Operators inside go straight to their kernels, for code that needs no gradients: functional
+    collectives and their waits otherwise pass through Python in autograd, 10 us each."""
+    return cast(AbstractContextManager[object], torch._C._AutoDispatchBelowAutograd())
+
+
 def backward_id() -> int:
     """An id of the ``backward()`` that runs in this thread, -1 outside of one."""
     return int(torch._C._current_graph_task_id())
@@ -597,3 +605,14 @@ def all_gather_in_place(buffer: torch.Tensor, shard: torch.Tensor, group: dist.P
     # Renamed in torch 2.13.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(buffer, shard, group=group, async_op=True)
+
+
+def send(group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int) -> Work:
+    """Starts to send ``tensor`` to the group's rank ``peer``. ``dist.isend`` takes several times as
+    long to find out what it is called with."""
+    return group.send([tensor], peer, tag)
+
+
+def receive(group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int) -> Work:
+    """Starts to receive ``tensor`` from the group's rank ``peer``."""
+    return group.recv([tensor], peer, tag)

@@ -24,7 +24,8 @@ _BUCKETS_OF_A_STEP = 20
 _LEAST_BUCKET_BYTES = MEGABYTE
 # A bucket is updated in the backward when so many later ones were launched: time for its reduction.
 _UPDATE_LAG = 2
-# Four baseline buckets: enough to keep a link busy, and bounded for models of any size.
+# Two baseline buckets and what comes of them: enough to keep a link busy, and bounded for models of
+# any size.
 BASELINE_IN_FLIGHT_BYTES = 4 * BASELINE_BUCKET_BYTES
 
 

@@ -281,7 +281,9 @@ class Place:
 _ALIAS = re.compile(r"(\w+) = reinterpret_tensor\((\w+), .*, (\d+)\)  # alias")
 _MATMUL_INTO = re.compile(r"extern_kernels\.\w*mm\(.*out=(\w+)\)")
 _CALL = re.compile(r"(cpp_fused_\w+)\((.*)\)")
-_KERNEL = re.compile(r"(cpp_fused_\w+) = async_compile\.cpp_pybinding\(.*?r'''(.*?)'''\)", re.DOTALL)
+_KERNEL = re.compile(
+    r"(cpp_fused_\w+) = async_compile\.cpp_pybinding\(.*?r'''(.*?)'''\)", re.DOTALL
+)
 _PARAMETERS = re.compile(r"void  kernel\((.*?)\)", re.DOTALL)
 # A value that is loaded and, with nothing done to it, stored.
 _COPY = re.compile(r"auto (tmp\d+) = [^;]*_ptr\d+[^;]*;\s*(?:\1\.store\((\w+)|(\w+)\[.*\] = \1;)")

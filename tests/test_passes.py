@@ -190,7 +190,9 @@ def example(
     work = call(aten.cos.default, work)
     also = [nodes[i] for i in returned] + [call(aten.neg.default, nodes[i]) for i in read]
     output = graph.output((work, None, *[nodes[i] for i in range(len(gradients))], *also))
-    output.meta["user_visible_output_idxs"] = list(range(Example.FIRST + len(gradients) + len(also)))
+    output.meta["user_visible_output_idxs"] = list(
+        range(Example.FIRST + len(gradients) + len(also))
+    )
     gm = torch.fx.GraphModule(torch.nn.Module(), graph)
     gm.meta["of"] = "an example"
     return Example(gm, tuple(inputs), tuple(gradients))

@@ -1110,7 +1110,7 @@ def test_verify_errors_list_the_first_violations() -> None:
     broken = replace(program, actions=tuple(a for a in program.actions if not isinstance(a, Wait)))
     count = len(verify([broken]))
     assert count > 6
-    with pytest.raises(FxcommError, match=r"nothing was run:\n  rule \d, rank 0: ") as raised:
+    with pytest.raises(FxcommError, match=r"nothing was run.*:\n  rule \d, rank 0: ") as raised:
         require_valid([broken])
     lines = str(raised.value).splitlines()
     assert len(lines) == 7

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.fx
@@ -69,7 +70,7 @@ class Part:
     offset: int
 
 
-def part(node: torch.fx.Node, order: Sequence[int], offset: int) -> Part:
+def part_of(node: torch.fx.Node, order: Sequence[int], offset: int) -> Part:
     """All of a node's elements from ``offset`` on, dense, its dimensions in ``order`` from the
     slowest.
 
@@ -84,7 +85,7 @@ def part(node: torch.fx.Node, order: Sequence[int], offset: int) -> Part:
 
 
 def erase_unused_views(graph: torch.fx.Graph) -> None:
-    """Erases views that nothing uses, as those are that :func:`part` saw through.
+    """Erases views that nothing uses, as those are that :func:`part_of` saw through.
 
     Inductor settles the memory of a kernel's result when it comes to a view of it, used or not.
     """
@@ -102,7 +103,7 @@ def _before(node: torch.fx.Node, place: Tensor) -> tuple[torch.fx.Node, Tensor] 
     operand = node.args[0]
     assert isinstance(operand, torch.fx.Node)
     if not reshapes:
-        dims = [dim % place.dim() for dim in node.args[1]]
+        dims = [dim % place.dim() for dim in cast(list[int], node.args[1])]
         return operand, place.permute(_inverse(dims))
     shape = operand.meta["val"].shape
     if not all(isinstance(size, int) for size in shape):

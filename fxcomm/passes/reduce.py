@@ -20,7 +20,7 @@ import torch.fx
 from fxcomm import compat
 from fxcomm.analysis.gradients import output_values, set_outputs
 from fxcomm.communicator import Collective, OperatorCall, apply_calls, held_bytes
-from fxcomm.passes.pack import Part, erase_unused_views, part
+from fxcomm.passes.pack import Part, erase_unused_views, part_of
 from fxcomm.passes.pipeline import GraphPass
 from fxcomm.passes.stamp import KEY, BucketKey, Role, Stamp, insert_call, stamp_of
 
@@ -191,8 +191,8 @@ def _part(call: InsertCall, task: BucketTask, piece: Piece, gradient: torch.fx.N
     """A piece as a part of its bucket: all of a gradient, which its kernel may write there, or a
     flat copy of some of it."""
     if piece.numel != gradient.meta["val"].numel():
-        return part(_flat_piece(call, task, piece, gradient), (0,), piece.offset)
-    return part(_converted(call, task, gradient), piece.order, piece.offset)
+        return part_of(_flat_piece(call, task, piece, gradient), (0,), piece.offset)
+    return part_of(_converted(call, task, gradient), piece.order, piece.offset)
 
 
 def _flat_piece(

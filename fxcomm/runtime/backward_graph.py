@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.fx
 
+from fxcomm import compat
 from fxcomm.analysis.gradients import output_values
 from fxcomm.analysis.program import (
     GraphActions,
@@ -211,7 +212,8 @@ class BackwardGraph:
         for number, nbytes in variant.peaks.items():
             self._model.arenas[number].make_room(nbytes)
         args.extend(self._model.take_local(p) for p in variant.local)
-        outputs = list(variant.run(args))
+        with compat.below_autograd():
+            outputs = list(variant.run(args))
         self._note_launches(variant, outputs)
         for position, parameter in self._captured.gradients:
             gradient, outputs[position] = outputs[position], None

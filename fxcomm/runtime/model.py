@@ -216,7 +216,8 @@ class ManagedModel:
             model = known()
             if model is not None and not model.arenas:
                 model._uses.update(dict.fromkeys(forward.uses))
-            return run(args)
+            with compat.below_autograd():
+                return run(args)
 
         return observed
 
