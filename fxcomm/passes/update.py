@@ -28,7 +28,7 @@ _LIBRARY.define(
 )
 
 
-@torch.library.register_fake("fxcomm::update_bucket", lib=_LIBRARY)
+@torch.library.register_fake("fxcomm::update_bucket", lib=_LIBRARY)  # type: ignore[untyped-decorator]
 def _(*arguments: object) -> None:
     """Compilers learn that it returns nothing."""
 

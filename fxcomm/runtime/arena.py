@@ -155,12 +155,25 @@ class Arena(ABC):
 
     def collective(self, bucket: int) -> Collective:
         """The reduction of a bucket."""
-        return self._collective(self.plan.layout.buckets[bucket].numel, self.wire_dtype(bucket))
+        return self._collectives[bucket]
+
+    @cached_property
+    def _collectives(self) -> list[Collective]:
+        return [
+            self._collective(bucket.numel, self.wire_dtype(number))
+            for number, bucket in enumerate(self.plan.layout.buckets)
+        ]
 
     def members(self, bucket: int) -> list[ManagedParameter]:
         """The parameters of which the bucket holds elements."""
-        segments = self.plan.layout.buckets[bucket].segments
-        return [self.parameters[segment.parameter] for segment in segments]
+        return self._members[bucket]
+
+    @cached_property
+    def _members(self) -> list[list[ManagedParameter]]:
+        return [
+            [self.parameters[segment.parameter] for segment in bucket.segments]
+            for bucket in self.plan.layout.buckets
+        ]
 
     def task(self, bucket: int, positions: Mapping[int, int]) -> BucketTask:
         """The bucket's reduction for a graph that returns parameters' gradients at ``positions``

@@ -112,6 +112,8 @@ class InFlightParameters:
 
     def may_run_on(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Whether a gather into ``parameters`` may run on beyond its step."""
+        if self._anything_unseen is None and not self._unseen:
+            return True
         reasons = (self._anything_unseen or self._unseen.get(p) for p in parameters)
         reason = next((r for r in reasons if r is not None), None)
         if reason is not None and reason not in self._told:

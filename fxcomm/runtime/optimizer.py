@@ -112,7 +112,7 @@ class AdoptedOptimizer:
     def _form_runs(
         self,
         optimizer: torch.optim.Optimizer,
-        state: Mapping[nn.Parameter, Mapping[str, Any]],
+        state: Mapping[torch.Tensor, Mapping[str, Any]],
         known: Mapping[tuple[int, int, int], History],
     ) -> None:
         """Makes the runs anew. ``state`` is by whole parameter and goes before what is ``known`` of
