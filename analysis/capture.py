@@ -112,11 +112,10 @@ def capture_step(phases: Sequence[PhaseGraph], cost: NodeCost = no_cost) -> Step
         number = graphs_of[phase.phase]
         graphs_of[phase.phase] += 1
         captured.add(phase, f"{phase.phase}.{number}" if number else str(phase.phase))
-    operations = [
-        replace(operation, gradients=frozenset(captured.gradients.get(name, ())))
-        for name, operation in captured.operations.items()
-    ]
-    return StepGraph(operations, [*captured.edges, *_chained(list(captured.operations))])
+    operations = captured.operations
+    for name, parameters in captured.gradients.items():
+        operations[name] = replace(operations[name], gradients=frozenset(parameters))
+    return StepGraph(operations.values(), [*captured.edges, *_chained(list(operations))])
 
 
 @dataclass

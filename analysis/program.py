@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.fx
@@ -224,12 +224,36 @@ class _Memory:
     storages: frozenset[str] = _NOTHING
 
 
+class _Kind(NamedTuple):
+    """What an operator's result is: new, or memory that was there (``aliases``), or one of both
+    (``copies``, too); and whether it writes its first operand in place."""
+
+    aliases: bool
+    copies: bool
+    writes: bool
+
+
 class _Aliases:
     """The memory behind each node of a graph."""
 
     def __init__(self, name: str, parameters: Mapping[torch.fx.Node, frozenset[str]]) -> None:
         self._name = name
         self._known = {node: _Memory(names) for node, names in parameters.items()}
+        self._kinds: dict[Any, _Kind] = {}  # by operator
+
+    def kind(self, node: torch.fx.Node) -> _Kind:
+        """What the node does with memory."""
+        if node.op != "call_function":
+            return _NEW
+        if node.target not in self._kinds:
+            self._kinds[node.target] = _kind_of(node)
+        return self._kinds[node.target]
+
+    def reads(self, node: torch.fx.Node) -> bool:
+        """Whether the node reads the elements of what it takes, and is more than a view of it."""
+        kind = self.kind(node)
+        view = kind.aliases and not kind.copies and not kind.writes
+        return not view and node.op not in ("placeholder", "output")
 
     def of(self, node: torch.fx.Node) -> _Memory:
         """The memory behind ``node``. Works in any order of nodes, as in graphs that are wrong."""
@@ -246,21 +270,21 @@ class _Aliases:
         )
 
     def _find(self, node: torch.fx.Node) -> _Memory:
-        if not _may_alias(node):
+        kind = self.kind(node)
+        if not kind.aliases:
             return _Memory(storages=self._own(node))
         behind = self.of_inputs(node)
-        copies = self._own(node) if _may_copy(node) else _NOTHING
+        copies = self._own(node) if kind.copies else _NOTHING
         return _Memory(behind.parameters, behind.storages | copies)
 
     def written(self, node: torch.fx.Node) -> frozenset[str]:
         """The storages that ``node`` writes: its own result, or an argument in place."""
         if node.op != "call_function":
             return _NOTHING
-        targets = [node.kwargs.get("out")]
-        if _writes_in_place(node):
-            targets.append(node.args[0])
+        kind = self.kind(node)
+        targets = [node.kwargs.get("out"), node.args[0] if kind.writes else None]
         storages = [self.of(t).storages for t in targets if isinstance(t, torch.fx.Node)]
-        fresh = not _may_alias(node) or _may_copy(node)
+        fresh = kind.copies or not kind.aliases
         return (self._own(node) if fresh else _NOTHING).union(*storages)
 
     def _own(self, node: torch.fx.Node) -> frozenset[str]:
@@ -280,24 +304,15 @@ def _is_wait(node: torch.fx.Node) -> bool:
     return _name_of(node) == "_c10d_functional.wait_tensor.default"
 
 
-def _may_alias(node: torch.fx.Node) -> bool:
-    if node.op != "call_function":
-        return False
-    if getattr(node.target, "__name__", "") == "getitem" or _is_wait(node):
-        return True
-    return compat.is_view(node) or _may_copy(node) or _writes_in_place(node)
+_NEW = _Kind(False, False, False)
 
 
-def _may_copy(node: torch.fx.Node) -> bool:
-    return compat.may_copy(node) or node.target is torch.ops.aten._unsafe_view.default
-
-
-def _is_view(node: torch.fx.Node) -> bool:
-    return _may_alias(node) and not _may_copy(node) and not _writes_in_place(node)
-
-
-def _writes_in_place(node: torch.fx.Node) -> bool:
-    return bool(compat.written_operands(node))
+def _kind_of(node: torch.fx.Node) -> _Kind:
+    copies = compat.may_copy(node) or node.target is torch.ops.aten._unsafe_view.default
+    writes = bool(compat.written_operands(node))
+    getitem = getattr(node.target, "__name__", "") == "getitem"
+    aliases = copies or writes or getitem or _is_wait(node) or compat.is_view(node)
+    return _Kind(aliases, copies, writes)
 
 
 def _parameters_at(
@@ -380,13 +395,9 @@ def forward_actions(
         if _is_wait(node):
             waited = sorted(aliases.of_inputs(node).parameters)
             actions += [ParameterWait(parameter, where) for parameter in waited]
-        elif _reads(node) and (reads := aliases.of_inputs(node).parameters):
+        elif aliases.reads(node) and (reads := aliases.of_inputs(node).parameters):
             actions.append(Compute(where, reads=reads))
     return tuple(actions)
-
-
-def _reads(node: torch.fx.Node) -> bool:
-    return node.op not in ("placeholder", "output") and not _is_view(node)
 
 
 def backward_actions(
@@ -487,7 +498,7 @@ class _BackwardReader:
         return any(stamp is not None and stamp.role == "finish" for stamp in stamps)
 
     def _compute(self, node: torch.fx.Node) -> Iterator[Compute]:
-        behind = self._aliases.of_inputs(node) if _reads(node) else _Memory()
+        behind = self._aliases.of_inputs(node) if self._aliases.reads(node) else _Memory()
         action = Compute(
             self._where(node),
             reads=behind.parameters,

@@ -140,13 +140,15 @@ class StepGraph:
         """Raises ValueError for two operations of one name, an edge of an unknown operation, or a
         cycle of edges within one step."""
         graph = nx.MultiDiGraph()
+        names: set[str] = set()
         for operation in operations:
-            if operation.name in graph:
+            if operation.name in names:
                 raise ValueError(f"two operations are named {operation.name!r}")
+            names.add(operation.name)
             graph.add_node(operation.name, operation=operation)
         for source, target, dependency in edges:
             for end in (source, target):
-                if end not in graph:
+                if end not in names:
                     raise ValueError(
                         f"edge {source!r} -> {target!r}: there is no operation {end!r}"
                     )
