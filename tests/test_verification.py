@@ -319,3 +319,27 @@ def inference_job(rank: int, world_size: int) -> str:
     except FxcommError as error:
         return str(error)
     raise AssertionError("nothing was refused")
+
+
+def caught_job(rank: int, world_size: int) -> list[str]:
+    """What the steps after a refused one say to a caller who goes on."""
+    del rank, world_size
+    case = ZOO["gpt"]
+    model = case.model()
+    compiled = torch.compile(model, backend="fxcomm", options=OPTIONS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    messages = []
+    _, broken = BREAKS["order"]
+    with broken():
+        for step in range(3):
+            try:
+                train(case, compiled, optimizer, step)
+                messages.append("")
+            except FxcommError as error:
+                messages.append(str(error))
+    return messages
+
+
+def test_what_was_refused_stays_so(as_fake_rank: AsFakeRank) -> None:  # noqa: F811
+    messages = as_fake_rank(1, WORLD, caught_job)
+    assert all("nothing was run" in message for message in messages)

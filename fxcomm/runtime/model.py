@@ -98,6 +98,7 @@ class ManagedModel:
         self.meter = StepMeter()
         self.buffers = MutableBuffers()
         self.dump = Dump(options.dump if environment.rank == 0 else None)
+        self._refusal: FxcommError | None = None
         self._silenced = 0
         self._backwards = 0  # of this step, without those under no_sync
         self._expected_backwards = 1
@@ -242,6 +243,7 @@ class ManagedModel:
             if self._callback is not None and self._callback() is not None:
                 return self._pass  # also a backward within this one (reentrant checkpointing)
             self._abandon()
+        self._require_usable()
         self.finish()
         backward = BackwardPass(compat.backward_id())
         if backward.backward_id == -1:
@@ -554,6 +556,7 @@ class ManagedModel:
     def settle(self) -> None:
         """Brings every gradient that users can see to its final value: reduces what ``no_sync``
         left local, and waits for what is in flight. Collective if there was a ``no_sync``."""
+        self._require_usable()
         if self._pass is not None and not self.in_backward:
             self._abandon()
         if self._unsynced:
@@ -567,6 +570,7 @@ class ManagedModel:
     def settle_presence(self) -> bool:
         """Like :meth:`settle`, but leaves reductions in flight where nothing came late, for
         :meth:`settle_bucket` to finish one by one. Returns whether that is so."""
+        self._require_usable()
         if self._unsynced or (self._pass is not None and not self.in_backward):
             self.settle()
         if self._pending is not None and self._pending.exchange.late():
@@ -742,6 +746,15 @@ class ManagedModel:
                     arena.absorb(p, gradient)
                     p.parameter.grad = None
                     self._sharded_gradient(p).reduced = True
+        try:
+            self._follow_plans()
+        except FxcommError as refusal:
+            self._refusal = refusal
+            raise
+        return arena
+
+    def _follow_plans(self) -> None:
+        """Lowers every known graph for the present plans and verifies the step."""
         graphs = sorted(self._graphs, key=lambda graph: graph.number)
         for graph in graphs:
             graph.follow_plan()
@@ -749,7 +762,11 @@ class ManagedModel:
         require_valid_step(self.rank, observed_runs(self.observed, graphs), plans)
         for forward in set(self._forwards).difference(graph.forward for graph in graphs):
             require_valid_step(self.rank, [GraphRun(forward)], plans)
-        return arena
+
+    def _require_usable(self) -> None:
+        """A plan that was refused stays refused, whoever caught the error."""
+        if self._refusal is not None:
+            raise self._refusal
 
     def _agreed_plan(self, chosen: Sequence[ManagedParameter]) -> OverlapPlan:
         """Rank 0's plan for ``chosen``: read from the file that the user names, which is for the
