@@ -87,11 +87,11 @@ def latest_wait(step: StepGraph, bucket: int, role: Role) -> Wait:
     Raises ValueError if the step has no such operation.
     """
     name = operation_of(step, bucket, role)
-    carried_of = {
-        target: min(d.carried for d in keys if d.why is Why.DATA)
-        for target, keys in step.graph.succ[name].items()
-        if any(d.why is Why.DATA for d in keys)
-    }
+    carried_of: dict[str, int] = {}
+    for _, target, dependency in step.outgoing[name]:
+        if dependency.why is Why.DATA:
+            carried = carried_of.setdefault(target, dependency.carried)
+            carried_of[target] = min(carried, dependency.carried)
     if not carried_of:
         return Wait((), 0, step.seconds)
     soonest = min(carried_of.values())

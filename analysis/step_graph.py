@@ -139,38 +139,47 @@ class StepGraph:
     def __init__(self, operations: Iterable[Operation], edges: Iterable[Edge] = ()) -> None:
         """Raises ValueError for two operations of one name, an edge of an unknown operation, or a
         cycle of edges within one step."""
-        graph = nx.MultiDiGraph()
-        names: set[str] = set()
+        known: dict[str, Operation] = {}
         for operation in operations:
-            if operation.name in names:
+            if operation.name in known:
                 raise ValueError(f"two operations are named {operation.name!r}")
-            names.add(operation.name)
-            graph.add_node(operation.name, operation=operation)
-        for source, target, dependency in edges:
-            for end in (source, target):
-                if end not in names:
+            known[operation.name] = operation
+        outgoing: dict[str, dict[Edge, None]] = {name: {} for name in known}
+        for edge in edges:
+            for end in (edge.source, edge.target):
+                if end not in known:
                     raise ValueError(
-                        f"edge {source!r} -> {target!r}: there is no operation {end!r}"
+                        f"edge {edge.source!r} -> {edge.target!r}: there is no operation {end!r}"
                     )
-            graph.add_edge(source, target, key=dependency)
-        self._graph = nx.freeze(graph)
+            outgoing[edge.source][edge] = None
+        self._operations = MappingProxyType(known)
+        self._outgoing = MappingProxyType({name: tuple(out) for name, out in outgoing.items()})
         _ = self.order  # raises for a cycle
 
     @property
-    def graph(self) -> nx.MultiDiGraph:
-        """The frozen networkx graph: nodes are names with the attribute ``operation``, the key of
-        each edge is its ``Dependency``."""
-        return self._graph
-
-    @cached_property
     def operations(self) -> Mapping[str, Operation]:
         """All operations by name, in the order in which they were given."""
-        return MappingProxyType(dict(self._graph.nodes(data="operation")))
+        return self._operations
+
+    @property
+    def outgoing(self) -> Mapping[str, tuple[Edge, ...]]:
+        """The edges from each operation, by its name."""
+        return self._outgoing
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
         """All edges, grouped by source."""
-        return tuple(Edge(*edge) for edge in self._graph.edges(keys=True))
+        return tuple(edge for edges in self._outgoing.values() for edge in edges)
+
+    @cached_property
+    def graph(self) -> nx.MultiDiGraph:
+        """The graph for networkx, frozen: nodes are names with the attribute ``operation``, the key
+        of each edge is its ``Dependency``."""
+        graph = nx.MultiDiGraph()
+        graph.add_nodes_from((name, {"operation": o}) for name, o in self.operations.items())
+        for source, target, dependency in self.edges:
+            graph.add_edge(source, target, key=dependency)
+        return nx.freeze(graph)
 
     @cached_property
     def carried_edges(self) -> tuple[Edge, ...]:
@@ -181,7 +190,7 @@ class StepGraph:
     def same_step(self) -> nx.DiGraph:
         """The graph of names without carried edges; frozen, and acyclic."""
         graph = nx.DiGraph()
-        graph.add_nodes_from(self._graph)
+        graph.add_nodes_from(self.operations)
         graph.add_edges_from((e.source, e.target) for e in self.edges if not e.dependency.carried)
         return nx.freeze(graph)
 
@@ -209,11 +218,15 @@ class StepGraph:
         questions of reachability without a search.
         """
         order_edge = Dependency(Why.ORDER)
+        before: dict[str, list[str]] = {}
+        for source, target, dependency in self.edges:
+            if dependency == order_edge:
+                before.setdefault(target, []).append(source)
         places: dict[str, tuple[int, int]] = {}
         ends: list[str] = []
         for name in self.order:
-            for source, keys in self._graph.pred[name].items():
-                if order_edge in keys and ends[places[source][0]] == source:
+            for source in before.get(name, ()):
+                if ends[places[source][0]] == source:
                     chain, place = places[source]
                     places[name], ends[chain] = (chain, place + 1), name
                     break

@@ -177,7 +177,7 @@ def trace_in_place(
     """A function of tensors, which it changes in place, as a post-AOT graph for any sizes, and the
     graph's example inputs. Sizes that are equal in ``examples`` are the same size; 0 and 1 are not
     among those that the graph is for."""
-    functional = torch.func.functionalize(function, remove="mutations_and_views")
+    functional = torch.func.functionalize(function, remove="mutations")
     traced = make_fx(
         functional, decomposition_table=select_decomp_table(), tracing_mode="symbolic"
     )(*examples)
@@ -469,7 +469,8 @@ def register_wait(tensor: torch.Tensor, work: Work) -> None:
 
 def wait_in_place(tensor: torch.Tensor) -> None:
     """Waits for all works that are registered for ``tensor``, and forgets them."""
-    torch.ops._c10d_functional.wait_tensor.default(tensor)
+    with below_autograd():
+        torch.ops._c10d_functional.wait_tensor.default(tensor)
 
 
 def hands_out_parameters(module: nn.Module) -> bool:

@@ -93,7 +93,8 @@ class Reduction:
         """Waits for the mean and frees what it is made of."""
         if self.launched is not None:
             start = time.perf_counter()
-            self.result = apply_calls(self.collective.finish, self.launched, call_eagerly)
+            with compat.below_autograd():
+                self.result = apply_calls(self.collective.finish, self.launched, call_eagerly)
             self.packed = self.launched = None
             self.waited(time.perf_counter() - start)
 
