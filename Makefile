@@ -32,7 +32,7 @@ lint: $(VENV)/.dev
 	ln -s "$(CURDIR)"/fxcomm/* "$(CURDIR)"/backends "$(CURDIR)"/analysis $(TYPES)/fxcomm
 	MYPYPATH=$(TYPES) $(BIN)/mypy -p fxcomm
 	MYPYPATH=$(TYPES):examples:benchmarks $(BIN)/mypy --allow-untyped-calls \
-		--no-warn-return-any examples benchmarks
+		--no-warn-return-any --follow-imports silent examples benchmarks
 
 bench: $(VENV)/.examples
 	$(BIN)/python benchmarks/compare_ddp.py $(BENCH_FLAGS)

@@ -11,6 +11,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,8 @@ def make_step(layers: int, bucket_mb: float) -> Callable[[], None]:
     """A training step of a chain of layers without biases."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
-    compiled = torch.compile(model, backend="fxcomm", options={"bucket_mb": bucket_mb})
+    options: dict[str, Any] = {"bucket_mb": bucket_mb}
+    compiled = torch.compile(model, backend="fxcomm", options=options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     x: Tensor = torch.randn(4, WIDTH)
 

@@ -36,6 +36,7 @@ from torch._inductor.compile_fx import compile_fx as _compile_fx
 from torch._inductor.compile_fx import compile_fx_inner as _compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
@@ -188,6 +189,11 @@ def trace_in_place(
 def fake_mode_of(values: Sequence[object]) -> Any:
     """The fake tensor mode of a graph's example values, or None if they are real tensors."""
     return detect_fake_mode(list(values))
+
+
+def without_fake_mode() -> AbstractContextManager[object]:
+    """Tensors made inside are no fake ones, whatever mode is on."""
+    return unset_fake_temporarily()
 
 
 def wrapper_like(cls: type[Wrapper], tensor: torch.Tensor) -> Wrapper:

@@ -521,6 +521,7 @@ def every_kind() -> list[Gradient]:
         Gradient((3, 4, 5), (1, 2, 0), (0, 2, 1)),
         plain(5, 3, dtype=torch.float64),
         plain(),
+        Gradient((2, 2, 1, 2), (0, 1, 2, 3), (1, 0, 2, 3)),  # where fake tensors are wrong of views
     ]
     return [replace(gradient, kernel=kernel) for gradient in some for kernel in kernels]
 

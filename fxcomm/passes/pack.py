@@ -77,10 +77,12 @@ def part_of(node: torch.fx.Node, order: Sequence[int], offset: int) -> Part:
     Where the node only looks at the result of a kernel in another way, it is that result which
     gets the place: a view could but be copied there.
     """
-    place = torch.empty(node.meta["val"].shape, device="meta")
-    place = place.permute(tuple(order)).contiguous().permute(_inverse(order))
-    while (before := _before(node, place)) is not None:
-        node, place = before
+    # A fake tensor views itself in shapes that its strides do not allow, where a size is one.
+    with compat.without_fake_mode():
+        place = torch.empty(node.meta["val"].shape, device="meta")
+        place = place.permute(tuple(order)).contiguous().permute(_inverse(order))
+        while (before := _before(node, place)) is not None:
+            node, place = before
     return Part(node, place.stride(), offset)
 
 
@@ -110,7 +112,7 @@ def _before(node: torch.fx.Node, place: Tensor) -> tuple[torch.fx.Node, Tensor] 
         return None
     try:
         return operand, place.view(shape)
-    except (RuntimeError, ValueError):  # no strides describe where the operand's elements lie
+    except RuntimeError:  # no strides describe where the operand's elements lie
         return None
 
 
