@@ -22,6 +22,8 @@ import torch.multiprocessing as mp
 
 DEFAULT_TIMEOUT_S = 120.0
 GROUP_TIMEOUT_S = 60.0
+# Every model opens process groups, whose threads live as long as the process: hundreds slow it.
+JOBS_OF_A_PROCESS = 25
 # A server that has imported these forks the ranks: an import of torch takes seconds. None of them
 # starts a thread or computes, which a fork would not survive; fxcomm is each rank's own to import.
 _IMPORTED_ONCE = ["torch._dynamo", "torch._inductor.compile_fx", "networkx", "pytest", "hypothesis"]
@@ -71,8 +73,10 @@ class Ranks:
         self.world_size = world_size
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
+        self._jobs_left = -1
 
     def _start(self) -> None:
+        self._jobs_left = JOBS_OF_A_PROCESS
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(_IMPORTED_ONCE)
         rendezvous = os.path.join(tempfile.mkdtemp(), "rendezvous")
@@ -98,8 +102,11 @@ class Ranks:
         Raises:
             RankError: the job raised, or did not end in time, on some rank.
         """
+        if self._jobs_left == 0:
+            self.stop(kill=True)
         if not self._processes:
             self._start()
+        self._jobs_left -= 1
         for pipe in self._pipes:
             pipe.send((job, args, kwargs))
         results, failures = self._collect(time.monotonic() + timeout_s)
