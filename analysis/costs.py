@@ -80,13 +80,18 @@ class TensorTimes:
 class StepProblem:
     """One steady-state training step on one rank.
 
-    ``tensors`` come in the order in which gradients are produced. ``forward`` and ``backward`` are
+    ``tensors`` come in the order in which gradients are produced; before those in ``borders``
+    (numbers) a bucket ends, since dtype, device or graph change there. ``forward`` and ``backward`` are
     seconds of compute with no communication beside it. ``reduce`` and ``gather`` are curves by
     bytes of a whole bucket; collectives of one kind run one after the other, and both kinds share
     one link. ``launch`` are seconds of the host (compute stands still) to start and finish a
-    collective. The update of a bucket takes ``update_latency`` and ``update_per_byte`` seconds (by
-    bytes of the whole bucket) of compute. While a collective runs, compute is slower by the factor
-    ``contention`` (at least 1).
+    collective. A reduction in flight holds ``held`` bytes of memory for each byte of its bucket.
+
+    The optimizer's step costs ``between`` seconds of compute besides its buckets, whose updates
+    take ``update_latency`` and ``update_per_byte`` seconds each (by bytes of the whole bucket).
+    Where gradients are clipped by their global norm, ``norm`` are the seconds of its all-reduce,
+    which every reduction precedes and every update follows. While a collective runs, compute is
+    slower by the factor ``contention`` (at least 1).
     """
 
     tensors: tuple[TensorTimes, ...]
@@ -95,9 +100,13 @@ class StepProblem:
     reduce: LinkCurve
     gather: LinkCurve
     launch: float = 0.0
+    held: float = 2.0
+    between: float = 0.0
+    norm: float | None = None
     update_latency: float = 0.0
     update_per_byte: float = 0.0
     contention: float = 1.0
+    borders: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises ValueError for times that are negative or lie outside their phase."""
