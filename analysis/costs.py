@@ -81,8 +81,8 @@ class StepProblem:
     """One steady-state training step on one rank.
 
     ``tensors`` come in the order in which gradients are produced; before those in ``borders``
-    (numbers) a bucket ends, since dtype, device or graph change there. ``forward`` and ``backward`` are
-    seconds of compute with no communication beside it. ``reduce`` and ``gather`` are curves by
+    (numbers) a bucket ends, since dtype, device or graph change there. ``forward`` and ``backward``
+    are seconds of compute with no communication beside it. ``reduce`` and ``gather`` are curves by
     bytes of a whole bucket; collectives of one kind run one after the other, and both kinds share
     one link. ``launch`` are seconds of the host (compute stands still) to start and finish a
     collective. A reduction in flight holds ``held`` bytes of memory for each byte of its bucket.

@@ -271,6 +271,9 @@ class _Aliases:
 
     def _find(self, node: torch.fx.Node) -> _Memory:
         kind = self.kind(node)
+        stamp = stamp_of(node)
+        if stamp is not None and stamp.role == "mark":
+            return _Memory()  # a long chain that nothing lies behind
         if not kind.aliases:
             return _Memory(storages=self._own(node))
         behind = self.of_inputs(node)

@@ -31,6 +31,7 @@ import fxcomm
 
 BACKENDS = ("fxcomm", "ddp", "eager")
 BLOCK = 10  # steps that one system runs before the other has its turn (--compare)
+TIMELINE_STEPS = 3
 
 Batch = tuple[Tensor, Tensor]
 
@@ -47,6 +48,7 @@ class TrainConfig:
     seed: int = 0
     compare: bool = False
     expect_fall: float | None = None
+    timeline: str | None = None
 
     def __post_init__(self) -> None:
         if min(self.batch, self.steps) < 1:
@@ -224,6 +226,15 @@ def report(runs: list[Run], place: Place) -> float:
     return falls[0]
 
 
+def write_timeline(run: Run, path: str, place: Place) -> None:
+    """Trains some steps more and writes when what happened in them, for Perfetto."""
+    with fxcomm.record_steps(run.model) as steps:
+        run.train(TIMELINE_STEPS + 1)
+    if place.rank == 0:
+        fxcomm.save_timeline(path, steps)
+    say(place, f"timeline of {len(steps)} steps of rank 0: {path}")
+
+
 def main(arguments: list[str] | None = None) -> int:
     config = parse(arguments)
     place = start()
@@ -238,6 +249,8 @@ def main(arguments: list[str] | None = None) -> int:
     for run in runs:
         run.log.close()
     fall = report(runs, place)
+    if config.timeline is not None:
+        write_timeline(runs[0], config.timeline, place)
     if place.world > 1:
         dist.destroy_process_group()
     if config.expect_fall is not None and not fall >= config.expect_fall:
@@ -262,8 +275,11 @@ def parse(arguments: list[str] | None = None) -> TrainConfig:
     add("--steps", type=int, default=run.steps)
     add("--lr", type=float, default=run.lr)
     add("--seed", type=int, default=run.seed)
+    add("--timeline", metavar="FILE", help="write a trace of some more steps, for Perfetto")
     add("--expect-fall", type=float, metavar="NATS", help="fail if the loss falls by less")
     flags = parser.parse_args(arguments)
+    if flags.timeline is not None and flags.backend != "fxcomm":
+        parser.error("--timeline needs --backend fxcomm")
     if flags.compare and flags.backend == "ddp":
         parser.error("--compare sets DDP beside another --backend")
     try:
@@ -283,6 +299,7 @@ def parse(arguments: list[str] | None = None) -> TrainConfig:
             seed=flags.seed,
             compare=flags.compare,
             expect_fall=flags.expect_fall,
+            timeline=flags.timeline,
         )
     except ValueError as error:
         parser.error(str(error))

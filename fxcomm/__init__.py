@@ -5,7 +5,15 @@
 is the whole interface of plain training; the names below are for what plain torch has no word for.
 """
 
-from fxcomm.api import full_grad, no_sync, optimizer_state_bytes, stats, synchronize
+from fxcomm.api import (
+    full_grad,
+    no_sync,
+    optimizer_state_bytes,
+    record_steps,
+    save_timeline,
+    stats,
+    synchronize,
+)
 from fxcomm.errors import (
     FxcommError,
     OptionsError,
@@ -31,6 +39,8 @@ __all__ = [
     "full_grad",
     "no_sync",
     "optimizer_state_bytes",
+    "record_steps",
+    "save_timeline",
     "stats",
     "synchronize",
 ]

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import os
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import nn
 
+from fxcomm.analysis.measured import MeasuredStep, timeline_of
+from fxcomm.analysis.timeline import chrome_trace
+from fxcomm.errors import FxcommError
 from fxcomm.registry import REGISTRY
 from fxcomm.runtime.model import ManagedModel
 from fxcomm.runtime.optimizer import AdoptedOptimizer
@@ -59,6 +65,46 @@ def stats(module: nn.Module) -> StepStats:
     over the models inside ``module``; zeros in one process."""
     last = [model.meter.last for model in _models(module)]
     return StepStats(sum(s.exposed_s for s in last), sum(s.wire_bytes for s in last))
+
+
+@contextmanager
+def record_steps(module: nn.Module) -> Iterator[list[MeasuredStep]]:
+    """Notes when what happens in the optimizer steps that are completed inside, on this rank, and
+    puts them into the list that it yields. The first step inside is not among them: its beginning
+    was not seen. Costs some microseconds a bucket and parameter.
+
+    Raises:
+        FxcommError: ``module`` was not trained with fxcomm yet, contains several models, or its
+            steps are being recorded already.
+    """
+    models = _models(module)
+    if len(models) != 1:
+        found = f"{len(models)} models that fxcomm manages" if models else "no model of fxcomm's"
+        raise FxcommError(
+            f"record_steps: {type(module).__name__} contains {found}. Record one compiled model, "
+            "after its first step on several ranks."
+        )
+    meter = models[0].meter
+    if meter.listening:
+        raise FxcommError(
+            "record_steps: the steps of this model are being recorded already (by another "
+            "record_steps, or by fxcomm while it tunes the plan)"
+        )
+    steps: list[MeasuredStep] = []
+    meter.listener = steps.append
+    try:
+        yield steps
+    finally:
+        meter.listener = None
+
+
+def save_timeline(path: str | os.PathLike[str], steps: Sequence[MeasuredStep]) -> None:
+    """Writes recorded steps as a trace that Perfetto and chrome://tracing open.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    Path(path).write_text(json.dumps(chrome_trace({"measured": timeline_of(steps)})))
 
 
 def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -63,7 +63,7 @@ def _event(line: str) -> Event:
     if found := _LAUNCH_IN_PLACE.search(line):
         return Event("launch", line, found[1], found[1])
     if found := _WAIT.search(line):
-        return Event("wait", line, found[1])
+        return Event("mark" if found[1] == "marks" else "wait", line, found[1])
     return Event("matmul" if _MATMUL.search(line) else "other", line)
 
 
@@ -214,6 +214,19 @@ def test_a_layers_bucket_starts_right_after_its_gradients(emit: Emit) -> None:
     # Two a layer, for its input's gradient and its weight's; the first layer has only one.
     assert len(matmuls) == 11
     assert done == [2, 4, 6, 8, 10, 11]
+
+
+def test_times_are_marked_where_they_are(program: Emitted) -> None:
+    """Behind each launch, before and behind each wait, with no compute between."""
+    timed = [e for e in program.events if e.kind in ("launch", "wait", "mark", "matmul")]
+    kinds = ["edge", *(e.kind for e in timed), "edge"]
+    for before, kind, after in zip(kinds, kinds[1:], kinds[2:], strict=False):
+        if kind == "launch":
+            assert after == "mark"
+        elif kind == "wait":
+            assert before == after == "mark"
+    waits = kinds.count("wait")
+    assert kinds.count("mark") == kinds.count("launch") + 2 * waits
 
 
 def test_without_need_nothing_is_waited_for_in_the_graph(emit: Emit) -> None:

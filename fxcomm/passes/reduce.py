@@ -282,7 +282,7 @@ def reduced_buckets(gm: torch.fx.GraphModule) -> tuple[ReducedBucket, ...]:
     field = {"pack": "packed", "launch": "launched", "finish": "shard"}
     for index, value in enumerate(output_values(gm.graph)):
         stamp = None if value is None else stamp_of(value)
-        if stamp is not None:
+        if stamp is not None and stamp.role in field:
             found.setdefault(stamp.bucket, {})[field[stamp.role]] = index
     return tuple(ReducedBucket(key, **found[key]) for key in _launch_order(gm, found))
 

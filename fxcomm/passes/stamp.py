@@ -12,7 +12,7 @@ from fxcomm.communicator import OperatorCall
 
 KEY = "fxcomm"
 
-Role = Literal["pack", "launch", "finish", "update"]
+Role = Literal["pack", "launch", "finish", "update", "mark"]
 
 
 @dataclass(frozen=True, order=True)
@@ -25,13 +25,15 @@ class BucketKey:
 
 @dataclass(frozen=True)
 class Stamp:
-    """What an inserted node is for. ``final`` marks the node that completes its role."""
+    """What an inserted node is for. ``final`` says that it completes its role, ``mark`` what a node
+    of role "mark" stands at."""
 
     bucket: BucketKey
     role: Role
     phase: str
     parameters: tuple[str, ...]
     final: bool = False
+    mark: Literal["launched", "wait", "waited"] | None = None
 
 
 def stamp_of(node: torch.fx.Node) -> Stamp | None:

@@ -18,6 +18,7 @@ from typing import ClassVar, Protocol
 import torch
 
 from fxcomm import compat
+from fxcomm.analysis.measured import EventKind
 from fxcomm.analysis.program import ArenaPlan
 from fxcomm.communicator import (
     Collective,
@@ -32,7 +33,7 @@ from fxcomm.layout import Segment
 from fxcomm.passes.reduce import BucketTask, Piece
 from fxcomm.passes.stamp import BucketKey
 from fxcomm.plan import OverlapPlan
-from fxcomm.runtime.in_flight import BucketGather, InFlightParameters
+from fxcomm.runtime.in_flight import BucketGather, InFlightParameters, NotedUse
 from fxcomm.runtime.parameters import ManagedParameter
 from fxcomm.runtime.statistics import StepMeter
 
@@ -68,11 +69,11 @@ class InFlight(Protocol):
 @dataclass
 class Reduction:
     """A bucket's reduction: in flight (``packed`` and ``launched``) or finished (``result``).
-    ``waited`` is told the seconds that a wait took."""
+    ``meter`` is told of waits."""
 
     bucket: int
     collective: Collective
-    waited: Callable[[float], None]
+    meter: StepMeter
     packed: torch.Tensor | None = None
     launched: torch.Tensor | None = None
     result: torch.Tensor | None = None
@@ -96,7 +97,7 @@ class Reduction:
             with compat.below_autograd():
                 self.result = apply_calls(self.collective.finish, self.launched, call_eagerly)
             self.packed = self.launched = None
-            self.waited(time.perf_counter() - start)
+            self.meter.note(EventKind.WAIT_REDUCE, self.bucket, start, time.perf_counter())
 
 
 class Arena(ABC):
@@ -250,7 +251,7 @@ class Arena(ABC):
         result: torch.Tensor | None = None,
     ) -> None:
         collective = self.collective(bucket)
-        reduction = Reduction(bucket, collective, self._meter.waited, packed, launched, result)
+        reduction = Reduction(bucket, collective, self._meter, packed, launched, result)
         self._meter.sent(collective.sent_bytes)
         self._reductions.append(reduction)
         self._hold(reduction)
@@ -269,6 +270,8 @@ class Arena(ABC):
             packed = self._pack(bucket, take, flats)
             packed = apply_calls(collective.prepare, packed, call_eagerly)
             self._started(bucket, packed, call_eagerly(collective.launch, packed))
+            now = time.perf_counter()
+            self._meter.note(EventKind.LAUNCH_REDUCE, bucket, now, now)
 
     def make_room(self, nbytes: int) -> None:
         """Waits for the oldest collectives in flight while ``nbytes`` more would exceed the plan's
@@ -532,11 +535,14 @@ class ShardedArena(Arena):
         buffer = elements.to(self.gather_dtype(elements.dtype))
         self._meter.sent(self.communicator.all_gather_bytes(buffer.numel() * buffer.itemsize))
         work = self.gatherer.all_gather(buffer, bucket)
-        gather = BucketGather(work, elements, buffer, self._meter.waited)
+        now = time.perf_counter()
+        self._meter.note(EventKind.LAUNCH_GATHER, bucket, now, now)
+        gather = BucketGather(bucket, work, elements, buffer, self._meter)
         self._hold(gather)
-        members = [p.parameter for p in self.members(bucket)]
         if self.deferrable(bucket):
-            self._in_flight.started(members, gather)
+            for p in self.members(bucket):
+                use = NotedUse(gather, p.index, self._meter) if self._meter.listening else gather
+                self._in_flight.started(p.parameter, gather, use)
         else:
             self._ending.append(gather)
 

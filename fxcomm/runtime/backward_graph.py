@@ -21,6 +21,7 @@ from fxcomm.analysis.program import (
     peak_bytes,
     saved_parameters,
 )
+from fxcomm.passes.mark import MARK_PASS, Mark, marks_of
 from fxcomm.passes.pipeline import run_passes
 from fxcomm.passes.reduce import REDUCE_PASSES, ReduceContext, ReducedBucket, reduced_buckets
 from fxcomm.passes.stamp import BucketKey
@@ -120,13 +121,14 @@ def _numel(arena: Arena, slot: int) -> int:
 class _Variant:
     """The graph lowered to launch some buckets (or none). ``peaks`` are the most bytes that they
     have in flight in it, by arena number. It takes as more inputs what earlier backwards left of
-    the gradients of ``local``."""
+    the gradients of ``local``, and as its last one what its ``marks`` are set on."""
 
     run: Executable
     returned: tuple[ReducedBucket, ...] = ()
     dropped: frozenset[int] = frozenset()
     peaks: Mapping[int, int] = field(default_factory=dict)
     local: tuple[ManagedParameter, ...] = ()
+    marks: tuple[Mark, ...] = ()
 
 
 class BackwardGraph:
@@ -212,6 +214,8 @@ class BackwardGraph:
         for number, nbytes in variant.peaks.items():
             self._model.arenas[number].make_room(nbytes)
         args.extend(self._model.take_local(p) for p in variant.local)
+        if variant.marks:
+            args.append(self._marks_input(variant))
         with compat.below_autograd():
             outputs = list(variant.run(args))
         self._note_launches(variant, outputs)
@@ -223,6 +227,12 @@ class BackwardGraph:
         produced = (p.index for _, p in self._captured.gradients if p.index in wanted)
         running.executions.append(GraphExecution(self.number, tuple(produced)))
         return outputs[: self._output_count]
+
+    def _marks_input(self, variant: _Variant) -> torch.Tensor:
+        marks = self._model.marks
+        if self._model.meter.listening:
+            marks.expect(variant.marks)
+        return marks.tensor
 
     def _run_for_inputs(self, args: list[Any]) -> list[Any]:
         """A backward that accumulates into none of the parameters (``torch.autograd.grad``, or
@@ -281,10 +291,10 @@ class BackwardGraph:
         name = f"model{self._model.number}-backward{self.number}-arenas{len(self._model.arenas)}"
         observe = functools.partial(self._model.dump.after_pass, name)
         updates = self._updates(runs)
-        passes = (*REDUCE_PASSES, *([update_pass(updates)] if updates else []))
+        passes = (*REDUCE_PASSES, MARK_PASS, *([update_pass(updates)] if updates else []))
         gm = run_passes(passes, self._captured.gm, context, observe=observe)
         # The lowered graph may be consumed by its compiler; read it first.
-        returned = reduced_buckets(gm)
+        returned, marks = reduced_buckets(gm), marks_of(gm)
         actions = replace(self._read(gm.graph), adds_local=adds_local)
         if adds_local:
             self._require_valid(runs, GraphRun(self.forward, actions))
@@ -292,7 +302,9 @@ class BackwardGraph:
             self._actions[runs] = actions
         peaks = {run.arena.number: peak_bytes(actions.actions, run.arena.number) for run in runs}
         lowered = self._captured.lower(gm)
-        return _Variant(lowered, returned, context.dropped, peaks, tuple(p for _, p in local))
+        return _Variant(
+            lowered, returned, context.dropped, peaks, tuple(p for _, p in local), marks
+        )
 
     def _updates(self, runs: tuple[LaunchRun, ...]) -> tuple[UpdateTask, ...]:
         """What the plans update in this graph, which launches ``runs``: their first buckets."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 
 import torch
@@ -18,7 +18,9 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fxcomm import compat
+from fxcomm.analysis.measured import EventKind
 from fxcomm.communicator import Waitable
+from fxcomm.runtime.statistics import StepMeter
 
 _log = logging.getLogger("fxcomm")
 
@@ -27,21 +29,22 @@ class BucketGather(compat.Work):
     """The gather of one bucket. It is done once, by whoever waits first.
 
     ``elements`` is the bucket; ``buffer`` what the communicator fills, another tensor if parameters
-    travel in another dtype; ``extra_bytes`` is its size then. ``waited`` is told the seconds that a
-    wait took.
+    travel in another dtype; ``extra_bytes`` is its size then. ``meter`` is told of the wait.
     """
 
     def __init__(
         self,
+        bucket: int,
         work: Waitable,
         elements: torch.Tensor,
         buffer: torch.Tensor,
-        waited: Callable[[float], None],
+        meter: StepMeter,
     ) -> None:
         super().__init__()
+        self._bucket = bucket
         self._pending: tuple[Waitable, torch.Tensor, torch.Tensor] | None = (work, elements, buffer)
         self.extra_bytes = 0 if buffer is elements else buffer.numel() * buffer.itemsize
-        self._waited = waited
+        self._meter = meter
         self._lock = threading.Lock()  # data loaders may read parameters in threads of their own
 
     @property
@@ -60,9 +63,26 @@ class BucketGather(compat.Work):
                 work.wait()
                 if buffer is not elements:
                     elements.copy_(buffer)
-                self._waited(time.perf_counter() - start)
+                self._meter.note(EventKind.WAIT_GATHER, self._bucket, start, time.perf_counter())
                 self._pending = None
         return True
+
+
+class NotedUse(compat.Work):
+    """A gather as one of its parameters (number ``index``) is asked for: notes when that is."""
+
+    def __init__(self, gather: BucketGather, index: int, meter: StepMeter) -> None:
+        super().__init__()
+        self._gather = gather
+        self._index = index
+        self._meter = meter
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Waits for the gather."""
+        start = time.perf_counter()
+        done = self._gather.wait(timeout)
+        self._meter.note(EventKind.USE, self._index, start, time.perf_counter())
+        return done
 
 
 class InFlightParameters:
@@ -71,17 +91,20 @@ class InFlightParameters:
 
     def __init__(self) -> None:
         self._gathers: dict[int, list[BucketGather]] = {}
+        self._uses: dict[int, list[compat.Work]] = {}  # c10d keeps only their C++ halves
         self._parameters: dict[int, torch.Tensor] = {}
         self._unseen = WeakIdKeyDictionary()
         self._anything_unseen: str | None = None
         self._told: set[str] = set()
 
-    def started(self, parameters: Iterable[torch.Tensor], gather: BucketGather) -> None:
-        """Makes reads of ``parameters`` wait for ``gather``."""
-        for parameter in parameters:
-            compat.register_wait(parameter, gather)
-            self._gathers.setdefault(id(parameter), []).append(gather)
-            self._parameters[id(parameter)] = parameter
+    def started(
+        self, parameter: torch.Tensor, gather: BucketGather, use: BucketGather | NotedUse
+    ) -> None:
+        """Makes reads of ``parameter`` wait for ``gather``, those of compiled graphs by ``use``."""
+        compat.register_wait(parameter, use)
+        self._gathers.setdefault(id(parameter), []).append(gather)
+        self._uses.setdefault(id(parameter), []).append(use)
+        self._parameters[id(parameter)] = parameter
 
     def before_read(self, value: object) -> None:
         """Waits for what is in flight into ``value``, if anything is."""
@@ -95,6 +118,7 @@ class InFlightParameters:
                 gather.wait()
             if self._parameters.pop(id(parameter), None) is not None:
                 compat.wait_in_place(parameter)
+            self._uses.pop(id(parameter), None)
 
     def finish_all(self) -> None:
         """Waits for everything."""

@@ -8,6 +8,7 @@ that all ranks agree on.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fxcomm import compat
+from fxcomm.analysis.measured import EventKind
 from fxcomm.communicator import Communicator, apply_calls, call_eagerly
 from fxcomm.dump import Dump
 from fxcomm.errors import FxcommError, UnsupportedModelError
@@ -47,7 +49,7 @@ from fxcomm.runtime.in_flight import InFlightParameters, seen_parameters
 from fxcomm.runtime.norms import gradient_norms
 from fxcomm.runtime.parameters import ManagedParameter
 from fxcomm.runtime.replay import replayed_plan
-from fxcomm.runtime.statistics import StepMeter
+from fxcomm.runtime.statistics import GraphMarks, StepMeter
 from fxcomm.runtime.verification import ForwardGraph, GraphRun, require_valid_step
 
 CompileUpdate = Callable[
@@ -96,6 +98,8 @@ class ManagedModel:
         self.parameters: list[ManagedParameter] = []
         self.arenas: list[Arena] = []
         self.meter = StepMeter()
+        self._marks: GraphMarks | None = None
+        self._backward_began = 0.0
         self.buffers = MutableBuffers()
         self.dump = Dump(options.dump if environment.rank == 0 else None)
         self._refusal: FxcommError | None = None
@@ -149,6 +153,13 @@ class ManagedModel:
         if self._dense is None:
             self._dense = self.environment.connect(self.parameters[0].parameter.device)
         return self._dense
+
+    @property
+    def marks(self) -> GraphMarks:
+        """What backward graphs mark their times on."""
+        if self._marks is None:
+            self._marks = GraphMarks(self.meter, self.parameters[0].parameter.device)
+        return self._marks
 
     def connect(self) -> None:
         """Opens the groups that every model needs. Collective."""
@@ -264,6 +275,7 @@ class ManagedModel:
         self._refuse_hooks()
         self._norms.clear()
         self._pass = backward
+        self._backward_began = time.perf_counter()
         for p in self.parameters:
             gradient = p.parameter.grad
             if (
@@ -320,6 +332,7 @@ class ManagedModel:
             self._synchronise(backward)
         else:
             self._keep_local(backward)
+        self.meter.note(EventKind.BACKWARD, None, self._backward_began, time.perf_counter())
 
     def _abandon(self) -> None:
         """Ends a backward that failed: completes the collectives that it began, as every other rank
@@ -520,7 +533,7 @@ class ManagedModel:
         self._norms.clear()
         self._fold(pending, pending.accumulating)
         self._changed_buffers |= pending.exchange.changed()
-        late = pending.exchange.late()
+        late = self._late(pending)
         if not late:
             return
         self._refuse_late_for_applied(late)
@@ -573,10 +586,16 @@ class ManagedModel:
         self._require_usable()
         if self._unsynced or (self._pass is not None and not self.in_backward):
             self.settle()
-        if self._pending is not None and self._pending.exchange.late():
+        if self._pending is not None and self._late(self._pending):
             self.finish()
         gradients = [p.parameter.grad for p in self.parameters]
         return all(g.reduced for g in gradients if isinstance(g, ShardedGradient))
+
+    def _late(self, pending: _Pending) -> set[int]:
+        start = time.perf_counter()
+        late = pending.exchange.late()
+        self.meter.note(EventKind.WAIT_RANKS, None, start, time.perf_counter())
+        return late
 
     def settle_bucket(self, arena: ShardedArena, bucket: int) -> None:
         """Brings the gradients of a bucket, and of those before it, to their final value."""
@@ -682,7 +701,9 @@ class ManagedModel:
                 for known in chosen:
                     self.apply_factors(known)
             shards = [self._unscaled_shards(known) for known in chosen]
+            start = time.perf_counter()
             norms = gradient_norms(shards, order, self.dense, p.parameter.device)
+            self.meter.note(EventKind.WAIT_NORM, None, start, time.perf_counter())
             norms = [_scaled_norm(n, k.parameter.grad) for n, k in zip(norms, chosen, strict=True)]
             self._norms[order] = {
                 known.index: norm.to(accumulation_dtype(known.parameter.dtype))

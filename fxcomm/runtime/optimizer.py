@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import time
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxcomm.analysis.measured import EventKind
 from fxcomm.errors import FxcommError
 from fxcomm.runtime.arena import OwnedSegment, ShardedArena, accumulation_dtype
 from fxcomm.runtime.gradient import ShardedGradient
@@ -372,7 +374,9 @@ class AdoptedOptimizer:
             applied = bucket in arena.applied
             if not applied:
                 model.settle_bucket(arena, bucket)
+            start = time.perf_counter()
             self._update_runs(arena, bucket)
+            model.meter.note(EventKind.UPDATE, bucket, start, time.perf_counter())
             if not applied:
                 arena.start_gather(bucket)
         for model in self.models:
