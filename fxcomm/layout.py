@@ -12,8 +12,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -214,10 +215,56 @@ def build_layout(
             index += 1
         for packer in packers.values():
             packer.close()
-    buckets = [bucket for packer in packers.values() for bucket in packer.buckets]
-    # A bucket is complete when its last segment's parameter is. Ties lie in one memory.
+    return ShardLayout(world_size, parameters, _in_order(packers.values()))
+
+
+Cut = tuple[int, int]
+"""A place where a bucket ends: before an element of a parameter (its index, the element)."""
+
+
+def cut_layout(
+    parameters: Sequence[ParameterSpec], cuts: Iterable[Cut], *, world_size: int
+) -> ShardLayout:
+    """Packs ``parameters``, in production order, into buckets that end at ``cuts``.
+
+    A cut inside a parameter moves to the nearest place at which a bucket may end there (it must not
+    leave padding inside the parameter), and is left out where that is none of its inner elements.
+    Buckets of several dtypes or devices that are open at a cut between parameters all end there.
+
+    Raises:
+        ValueError: a cut is at no element of a parameter.
+    """
+    _check_world_size(world_size)
+    _check_parameters(parameters)
+    inside: dict[int, list[int]] = {}
+    for index, element in sorted(set(cuts)):
+        if not 0 <= index < len(parameters) or not 0 <= element <= parameters[index].numel:
+            raise ValueError(f"there is no element {element} of parameter {index} to cut before")
+        inside.setdefault(index, []).append(element)
+    packers: dict[tuple[str, str], _Packer] = {}
+    for index, spec in enumerate(parameters):
+        if 0 in inside.get(index, ()):
+            for packer in packers.values():
+                packer.close()
+        if spec.memory not in packers:
+            packers[spec.memory] = _Packer(spec, _quantum(world_size), sys.maxsize, split=True)
+        packers[spec.memory].append_cut(index, spec.numel, inside.get(index, ()))
+    for packer in packers.values():
+        packer.close()
+    return ShardLayout(world_size, tuple(parameters), _in_order(packers.values()))
+
+
+def cuts_of(layout: ShardLayout) -> tuple[Cut, ...]:
+    """Where the buckets of a layout begin, in the order of its parameters."""
+    firsts = (bucket.segments[0] for bucket in layout.buckets)
+    return tuple(sorted((s.parameter, s.parameter_offset) for s in firsts))
+
+
+def _in_order(packers: Iterable[_Packer]) -> tuple[Bucket, ...]:
+    """All buckets. One is complete when its last segment's parameter is; ties lie in one memory."""
+    buckets = [bucket for packer in packers for bucket in packer.buckets]
     buckets.sort(key=lambda bucket: (bucket.segments[-1].parameter, bucket.start))
-    return ShardLayout(world_size, parameters, tuple(buckets))
+    return tuple(buckets)
 
 
 @dataclass
@@ -244,6 +291,22 @@ class _Packer:
             self.segments.append(Segment(parameter, placed, offset, count))
             placed += count
             if self._next_offset() >= self.target:
+                self.close()
+
+    def append_cut(self, parameter: int, numel: int, cuts: Sequence[int]) -> None:
+        """Place all elements of the parameter, ending buckets inside it near ``cuts``."""
+        placed = 0
+        for cut in cuts:
+            offset = self._next_offset()
+            end = _round_down(offset + cut - placed + self.quantum // 2, self.quantum)
+            count = end - offset
+            if count > 0 and placed + count < numel and cut:
+                self.segments.append(Segment(parameter, placed, offset, count))
+                placed += count
+                self.close()
+        if placed < numel:
+            self.segments.append(Segment(parameter, placed, self._next_offset(), numel - placed))
+            if numel in cuts:
                 self.close()
 
     def close(self) -> None:

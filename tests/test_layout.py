@@ -21,6 +21,8 @@ from fxcomm.layout import (
     Segment,
     ShardLayout,
     build_layout,
+    cut_layout,
+    cuts_of,
 )
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float64": 8, "float8_e5m2": 1}
@@ -478,3 +480,55 @@ MALFORMED = {
 def test_malformed_json_is_refused_with_its_place(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ShardLayout.from_json(text)
+
+
+# --- cutting at given places ---
+
+
+@st.composite
+def parameters_and_cuts(draw: st.DrawFn) -> tuple[list[ParameterSpec], list[tuple[int, int]], int]:
+    sizes = draw(st.lists(st.integers(0, 3000), min_size=1, max_size=12))
+    dtypes = draw(st.lists(st.sampled_from(["float32", "bfloat16"]), min_size=len(sizes)))
+    parameters = [spec(f"p{i}", n, dtypes[i]) for i, n in enumerate(sizes)]
+    place = st.integers(0, len(sizes) - 1).flatmap(
+        lambda i: st.tuples(st.just(i), st.integers(0, sizes[i]))
+    )
+    return parameters, draw(st.lists(place, max_size=12)), draw(st.integers(1, 17))
+
+
+@given(parameters_and_cuts())
+def test_cut_layouts_are_layouts_and_end_where_told(
+    case: tuple[list[ParameterSpec], list[tuple[int, int]], int],
+) -> None:
+    parameters, cuts, world_size = case
+    layout = cut_layout(parameters, cuts, world_size=world_size)
+    layout.check()
+    assert layout.parameters == tuple(parameters)
+    held = [{s.parameter for s in bucket.segments} for bucket in layout.buckets]
+    for index, element in cuts:
+        if element == 0:  # nothing from before it shares a bucket with anything behind it
+            assert not any(min(h) < index <= max(h) for h in held)
+    begins = set(cuts_of(layout))
+    quantum = math.lcm(ALIGNMENT, 8 * world_size)
+    for index, element in begins:
+        if element:  # a cut inside a parameter is near one that was asked for
+            assert any(i == index and abs(e - element) <= quantum for i, e in cuts)
+    again = cut_layout(parameters, begins, world_size=world_size)
+    if len({p.memory for p in parameters}) == 1:
+        assert again == layout
+
+
+@given(parameters_and_cuts(), st.integers(1, 20_000))
+def test_any_layout_of_one_memory_is_its_cuts(
+    case: tuple[list[ParameterSpec], list[tuple[int, int]], int], bucket_bytes: int
+) -> None:
+    parameters, _, world_size = case
+    parameters = [spec(p.name, p.numel) for p in parameters]
+    layout = build_layout([parameters], world_size=world_size, bucket_bytes=bucket_bytes)
+    assert cut_layout(parameters, cuts_of(layout), world_size=world_size) == layout
+
+
+@pytest.mark.parametrize("cut", [(1, 0), (-1, 0), (0, 11), (0, -1)])
+def test_cuts_outside_the_parameters_are_refused(cut: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="no element"):
+        cut_layout([spec("p", 10)], [cut], world_size=2)
