@@ -134,13 +134,17 @@ class Arena(ABC):
         self.next_bucket = 0
         self._reductions: list[Reduction] = []
         self._holding: list[InFlight] = []  # in order of launch
+        self.take_parameters()
+
+    def take_parameters(self) -> None:
+        """Becomes the arena of its parameters, as on creation."""
         for slot, parameter in enumerate(self.parameters):
             parameter.arena, parameter.slot = self, slot
         self._set_up()
 
     @abstractmethod
     def _set_up(self) -> None:
-        """What a kind of arena does on creation."""
+        """What a kind of arena does when it takes its parameters."""
 
     @property
     def bucket_count(self) -> int:
@@ -383,15 +387,17 @@ class OwnedSegment:
 
 
 class BucketUpdater(Protocol):
-    """What updates the shard of a bucket: an optimizer."""
+    """What updates the shard of a bucket: an optimizer. When other buckets take the parameters, it
+    takes its state from the ``old`` ones to them."""
 
     def update_in_backward(self, arena: ShardedArena, bucket: int) -> bool: ...
+    def move_state(self, old: ShardedArena) -> None: ...
 
 
 class ShardedArena(Arena):
     """Buckets of which each rank keeps one shard of the mean gradient.
 
-    On creation the parameters move into one flat memory for each dtype and device, in the plan's
+    When it takes the parameters, they move into one flat memory for each dtype and device, in the plan's
     order, so that a bucket is a range of it and is gathered in place. ``applied`` are the buckets
     that the running step has updated in its backward, ``updaters`` the optimizers that hold the
     parameters.
@@ -412,6 +418,12 @@ class ShardedArena(Arena):
         self.applied: set[int] = set()
         self.updaters: weakref.WeakSet[BucketUpdater] = weakref.WeakSet()
         self.share_reads(InFlightParameters(), ())
+
+    def release(self) -> None:
+        """Gives up its memory, when another arena has taken its parameters, until it takes them
+        again."""
+        self.buckets, self.gradients = [], []
+        self._owned.clear()
 
     def _own_empty(self) -> None:
         """An empty parameter belongs to every rank: an optimizer keeps state for it, too."""

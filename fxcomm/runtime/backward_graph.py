@@ -163,6 +163,16 @@ class BackwardGraph:
         if self._model.arenas:
             self._require_valid(self._runs, self.described(self._runs))
 
+    def forget(self, arenas: Collection[Arena]) -> None:
+        """Drops what is lowered for ``arenas``, which launch no more."""
+        gone = set(arenas)
+
+        def stays(runs: tuple[LaunchRun, ...]) -> bool:
+            return not any(run.arena in gone for run in runs)
+
+        self._variants = {key: v for key, v in self._variants.items() if stays(key[0])}
+        self._actions = {runs: a for runs, a in self._actions.items() if stays(runs)}
+
     def _require_valid(self, runs: tuple[LaunchRun, ...], described: GraphRun) -> None:
         require_valid_step(
             self._model.rank,

@@ -97,6 +97,7 @@ class ManagedModel:
         self.environment = environment
         self.parameters: list[ManagedParameter] = []
         self.arenas: list[Arena] = []
+        self._parked: list[ShardedArena] = []
         self.meter = StepMeter()
         self._marks: GraphMarks | None = None
         self._backward_began = 0.0
@@ -758,24 +759,82 @@ class ManagedModel:
         self.arenas.append(arena)
         self.dump.plan(arena.number, arena.plan)
         if isinstance(arena, ShardedArena):
-            root = None if self.root is None else self.root()
-            seen = set() if root is None else seen_parameters(root)
-            arena.share_reads(self.environment.in_flight, seen)
+            self._share_reads(arena)
             for p in chosen:
                 gradient = p.parameter.grad
                 if gradient is not None:
                     arena.absorb(p, gradient)
                     p.parameter.grad = None
                     self._sharded_gradient(p).reduced = True
-        try:
-            self._follow_plans()
-        except FxcommError as refusal:
-            self._refusal = refusal
-            raise
+        self._follow_plans()
         return arena
+
+    def switch_plan(self, number: int, plan: OverlapPlan) -> None:
+        """Lets ``plan`` take the place of the plan of a sharded arena, for the same parameters,
+        with all that belongs to them: kept gradients and optimizer state. For the time between two
+        steps. Collective.
+
+        What is lowered for the earlier plan is kept, so that switching back is cheap, until
+        :meth:`forget_plans`.
+
+        Raises:
+            FxcommError: a step by the plan would break a rule of DESIGN on this rank.
+        """
+        old = self.arenas[number]
+        assert isinstance(old, ShardedArena)
+        if plan == old.plan:
+            return
+        self.settle()
+        old.finish_gathers()
+        updaters = list(old.updaters)
+        new = self._arena_in_place_of(old, plan)
+        self.arenas[number] = new
+        self._share_reads(new)
+        for p in self.with_sharded_gradient():
+            if p.arena is new:
+                pieces, dtype = old.owned_gradients(p), accumulation_dtype(p.parameter.dtype)
+                new.absorb(p, old.gather_whole(p, pieces, dtype))
+        for updater in updaters:
+            updater.move_state(old)
+        old.release()
+        self._parked.append(old)
+        self._follow_plans()
+        self.dump.plan(number, plan)
+
+    def _arena_in_place_of(self, old: ShardedArena, plan: OverlapPlan) -> ShardedArena:
+        for arena in self._parked:
+            if arena.number == old.number and arena.plan == plan:
+                self._parked.remove(arena)
+                arena.take_parameters()
+                return arena
+        gatherer = old.gatherer
+        if plan.update_after and gatherer is old.communicator:
+            gatherer = self.environment.connect(old.parameters[0].parameter.device)
+        wire = WireDtypes(self.options.reduce_dtype, self.options.gather_dtype)
+        return ShardedArena(
+            old.number, plan, old.parameters, old.communicator, wire, self.meter, gatherer
+        )
+
+    def forget_plans(self) -> None:
+        """Frees what was kept to switch back to earlier plans."""
+        parked, self._parked = self._parked, []
+        for graph in self._graphs:
+            graph.forget(parked)
+
+    def _share_reads(self, arena: ShardedArena) -> None:
+        root = None if self.root is None else self.root()
+        seen = set() if root is None else seen_parameters(root)
+        arena.share_reads(self.environment.in_flight, seen)
 
     def _follow_plans(self) -> None:
         """Lowers every known graph for the present plans and verifies the step."""
+        try:
+            self._lower_and_verify()
+        except FxcommError as refusal:
+            self._refusal = refusal
+            raise
+
+    def _lower_and_verify(self) -> None:
         graphs = sorted(self._graphs, key=lambda graph: graph.number)
         for graph in graphs:
             graph.follow_plan()

@@ -24,7 +24,7 @@ from torch import nn
 
 from fxcomm.analysis.measured import EventKind
 from fxcomm.errors import FxcommError
-from fxcomm.runtime.arena import OwnedSegment, ShardedArena, accumulation_dtype
+from fxcomm.runtime.arena import Arena, OwnedSegment, ShardedArena, accumulation_dtype
 from fxcomm.runtime.gradient import ShardedGradient
 from fxcomm.runtime.model import ManagedModel
 from fxcomm.runtime.parameters import ManagedParameter
@@ -200,6 +200,55 @@ class AdoptedOptimizer:
             for run in self._runs
             for member in run.members
         }
+
+    def move_state(self, old: ShardedArena) -> None:
+        """Takes the state of parameters that lay in ``old`` to where they lie now, element for
+        element. Collective: every rank that holds the optimizer calls it."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+        moved = set(old.parameters)
+        managed = [p for _, p in self._managed.values() if p in moved]
+        parameters = [p.parameter for p in managed]
+        schemas = dict(zip(map(id, parameters), self._schemas(parameters), strict=True))
+        histories = self._histories()
+        members = [m for m in self._members(optimizer) if id(m.parameter.parameter) in schemas]
+        for p in managed:
+            histories.update(self._moved(p, old, schemas[id(p.parameter)], members))
+        self._form_runs(optimizer, self._state_of_others(), histories)
+        for arena in self._arenas:
+            arena.updaters.add(self)
+
+    def _moved(
+        self,
+        p: ManagedParameter,
+        old: ShardedArena,
+        schema: Mapping[str, Any],
+        members: Sequence[Member],
+    ) -> dict[tuple[int, int, int], History]:
+        """What the present ``members`` of a parameter bring from its place in ``old``."""
+        mine = [member for member in members if member.parameter is p]
+        states: dict[tuple[int, int, int], dict[str, Any]] = {m.key: {} for m in mine}
+        for key, kind in schema.items():
+            whole = self._whole(p.parameter, key, kind, old)
+            for member in mine:
+                part = _part_of(p, member, whole) if isinstance(kind, torch.dtype) else whole
+                states[member.key][key] = copy.deepcopy(part)
+        masters = self._whole_master(p, old)
+        return {
+            m.key: History(
+                states[m.key], None if masters is None else _part_of(p, m, masters).clone()
+            )
+            for m in mine
+        }
+
+    def _whole_master(self, p: ManagedParameter, old: ShardedArena) -> torch.Tensor | None:
+        """The more precise copy of a parameter, if there is one."""
+        dtype = accumulation_dtype(p.parameter.dtype)
+        if dtype == p.parameter.dtype == old.gather_dtype(p.parameter.dtype):
+            return None
+        pieces = [run.part(member, run.tensor) for run, member in self._pieces(p.parameter)]
+        return old.gather_whole(p, pieces, dtype)
 
     def _state_of_others(self) -> dict[Any, dict[str, Any]]:
         """State of the parameters that fxcomm does not manage."""
@@ -420,7 +469,8 @@ class AdoptedOptimizer:
         schemas = self._schemas(parameters)
         whole = {}
         for position, (parameter, schema) in enumerate(zip(parameters, schemas, strict=True)):
-            entry = {key: self._whole(parameter, key, kind) for key, kind in schema.items()}
+            arena = self._arena_of(parameter)
+            entry = {key: self._whole(parameter, key, kind, arena) for key, kind in schema.items()}
             if entry:
                 whole[position] = entry
         return whole
@@ -456,16 +506,21 @@ class AdoptedOptimizer:
         ]
         return sorted(found, key=lambda piece: piece[1].segment.parameter_offset)
 
-    def _whole(self, parameter: nn.Parameter, key: str, kind: Any) -> Any:
+    def _arena_of(self, parameter: nn.Parameter) -> Arena | None:
+        entry = self._managed.get(id(parameter))
+        return None if entry is None else entry[1].arena
+
+    def _whole(self, parameter: nn.Parameter, key: str, kind: Any, arena: Arena | None) -> Any:
+        """An entry of a parameter's state, whose pieces lie where ``arena`` says."""
         if not isinstance(kind, torch.dtype):
             return copy.deepcopy(kind)
         _, p = self._managed[id(parameter)]
-        assert isinstance(p.arena, ShardedArena)
+        assert isinstance(arena, ShardedArena)
         pieces = [
             run.part(member, self.twin.state[run.tensor][key])
             for run, member in self._pieces(parameter)
         ]
-        return p.arena.gather_whole(p, pieces, kind)
+        return arena.gather_whole(p, pieces, kind)
 
 
 def _copy_hyperparameters(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
@@ -476,6 +531,11 @@ def _copy_hyperparameters(source: torch.optim.Optimizer, target: torch.optim.Opt
 def _owned(p: ManagedParameter) -> list[OwnedSegment]:
     assert isinstance(p.arena, ShardedArena)
     return p.arena.owned(p)
+
+
+def _part_of(p: ManagedParameter, member: Member, whole: torch.Tensor) -> torch.Tensor:
+    """A member's elements of a tensor of its parameter's shape."""
+    return member.segment.of_parameter(p.flatten(whole))
 
 
 def _cut(key: str, value: Any, member: Member, is_count: bool) -> Any:
