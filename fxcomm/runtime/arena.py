@@ -397,8 +397,8 @@ class BucketUpdater(Protocol):
 class ShardedArena(Arena):
     """Buckets of which each rank keeps one shard of the mean gradient.
 
-    When it takes the parameters, they move into one flat memory for each dtype and device, in the plan's
-    order, so that a bucket is a range of it and is gathered in place. ``applied`` are the buckets
+    When it takes the parameters, they move into one flat memory for each dtype and device, in the
+    plan's order, so that a bucket is a range of it and is gathered in place. ``applied`` are the buckets
     that the running step has updated in its backward, ``updaters`` the optimizers that hold the
     parameters.
     """
