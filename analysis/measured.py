@@ -1,4 +1,4 @@
-"""A training step as the runtime saw it: what happened when, and what it says about the costs.
+"""A training step as the runtime saw it: what happened when.
 
 Times are in seconds on one rank's clock. *Compute time* is time without the waits for
 communication: the clock of a step whose communication costs nothing.

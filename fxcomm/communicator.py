@@ -40,7 +40,7 @@ class Collective:
 
 
 def apply_calls(
-    calls: tuple[OperatorCall, ...],
+    calls: Iterable[OperatorCall],
     value: Value,
     call: Callable[[OperatorCall, Value], Value],
 ) -> Value:

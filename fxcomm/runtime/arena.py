@@ -93,11 +93,13 @@ class Reduction:
     def wait(self) -> None:
         """Waits for the mean and frees what it is made of."""
         if self.launched is not None:
+            wait, *rest = self.collective.finish
             start = time.perf_counter()
             with compat.below_autograd():
-                self.result = apply_calls(self.collective.finish, self.launched, call_eagerly)
+                landed = call_eagerly(wait, self.launched)
+                self.meter.note(EventKind.WAIT_REDUCE, self.bucket, start, time.perf_counter())
+                self.result = apply_calls(rest, landed, call_eagerly)
             self.packed = self.launched = None
-            self.meter.note(EventKind.WAIT_REDUCE, self.bucket, start, time.perf_counter())
 
 
 class Arena(ABC):
@@ -398,9 +400,9 @@ class ShardedArena(Arena):
     """Buckets of which each rank keeps one shard of the mean gradient.
 
     When it takes the parameters, they move into one flat memory for each dtype and device, in the
-    plan's order, so that a bucket is a range of it and is gathered in place. ``applied`` are the buckets
-    that the running step has updated in its backward, ``updaters`` the optimizers that hold the
-    parameters.
+    plan's order, so that a bucket is a range of it and is gathered in place. ``applied`` are the
+    buckets that the running step has updated in its backward, ``updaters`` the optimizers that hold
+    the parameters.
     """
 
     sharded = True

@@ -421,9 +421,9 @@ class AdoptedOptimizer:
         self._split_runs(optimizer)
         for model, arena, bucket in self._buckets():
             applied = bucket in arena.applied
+            start = time.perf_counter()
             if not applied:
                 model.settle_bucket(arena, bucket)
-            start = time.perf_counter()
             self._update_runs(arena, bucket)
             model.meter.note(EventKind.UPDATE, bucket, start, time.perf_counter())
             if not applied:
