@@ -10,8 +10,9 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,37 @@ class LinkCurve:
         (a, s), (b, t) = self.points[place - 1], self.points[place]
         return s + (t - s) * (nbytes - a) / (b - a)
 
+    @classmethod
+    def through(cls, samples: Mapping[float, Sequence[float]]) -> LinkCurve:
+        """The curve through the medians of measured ``samples`` (seconds by bytes), made monotone:
+        neighbours that fall are replaced by their mean (isotonic regression, Barlow et al. 1972).
+
+        Raises:
+            ValueError: there is no sample.
+        """
+        blocks: list[tuple[float, int]] = []  # mean seconds, number of sizes
+        for nbytes in sorted(samples):
+            blocks.append((median(samples[nbytes]), 1))
+            while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
+                (late, m), (early, n) = blocks.pop(), blocks.pop()
+                blocks.append(((early * n + late * m) / (n + m), n + m))
+        seconds = [mean for mean, count in blocks for _ in range(count)]
+        return cls(tuple(zip(sorted(samples), seconds, strict=True)))
+
     @property
     def latency(self) -> float:
         """Seconds of the smallest collective."""
         return self.points[0][1]
+
+
+@dataclass(frozen=True)
+class LinkCosts:
+    """What is known of the link: curves by bytes of a bucket for both kinds of collective, and the
+    factor by which compute is slower while one runs."""
+
+    reduce: LinkCurve
+    gather: LinkCurve
+    contention: float = 1.0
 
 
 @dataclass(frozen=True)

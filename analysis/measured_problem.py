@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import fmean, median
 
-from fxcomm.analysis.costs import LinkCurve, Schedule, StepProblem, TensorTimes
+from fxcomm.analysis.costs import LinkCosts, Schedule, StepProblem, TensorTimes
 from fxcomm.analysis.measured import EventKind, MeasuredStep
 from fxcomm.analysis.schedules import borders_of, schedule_of
 from fxcomm.analysis.simulate import step_seconds
 from fxcomm.plan import OverlapPlan
-
-
-@dataclass(frozen=True)
-class LinkCosts:
-    """What is known of the link: curves by bytes of a bucket for both kinds of collective, and the
-    factor by which compute is slower while one runs."""
-
-    reduce: LinkCurve
-    gather: LinkCurve
-    contention: float = 1.0
 
 
 def problem_of(
@@ -123,7 +113,7 @@ def _needed_times(views: Sequence[_StepView], slots: Mapping[int, int], count: i
     found: list[list[float]] = [[] for _ in range(count)]
     for view in views:
         for number, time in view.uses.items():
-            if number in slots:
+            if number is not None and number in slots:
                 found[slots[number]].append(time)
     return [median(times) if times else math.inf for times in found]
 
