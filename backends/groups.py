@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fxcomm import compat
+from fxcomm.backends.calibration import measure_link
 from fxcomm.backends.communicators import communicator_for
 from fxcomm.backends.lowering import compile_update
 from fxcomm.communicator import Communicator
@@ -72,4 +73,5 @@ def open_environment(
         connect_control=lambda: open_group("gloo"),
         in_flight=in_flight,
         compile_update=functools.partial(compile_update, options=options),
+        measure_link=None if fake else measure_link,
     )

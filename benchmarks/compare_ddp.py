@@ -46,6 +46,7 @@ from text import corpus, windows
 
 TIMEOUT = timedelta(minutes=5)
 MEMORY_STEPS = 3
+MOST_TUNING_STEPS = 200
 DEFAULT_SYSTEMS = ("ddp", "fxcomm:zero2")
 MEGA = 1e6
 
@@ -148,6 +149,19 @@ class Runner:
         self._opt.step()
         self._opt.zero_grad()
         return loss.detach()
+
+    def tune(self) -> str:
+        """Train until fxcomm has settled on a plan; return what it says."""
+        if self.system.kind != "fxcomm":
+            return ""
+        for _ in range(MOST_TUNING_STEPS):
+            outcome = fxcomm.tuned(self.model)
+            if outcome is not None:
+                measured = {n: round(s * 1e3, 1) for n, s in outcome.measured.items()}
+                predicted = {n: round(s * 1e3, 1) for n, s in outcome.predicted.items()}
+                return f"{outcome.why}; ms measured {measured}, predicted {predicted}"
+            self.step()
+        raise SystemExit(f"{self.system.name} is still tuning after {MOST_TUNING_STEPS} steps")
 
     def losses(self, steps: int) -> list[float]:
         """Train; return each step's loss, the mean over ranks."""
@@ -256,6 +270,11 @@ def measure_times(config: Config, device: torch.device) -> dict[str, Any]:
     """All systems in these processes, in turns."""
     runners = [Runner(system, config, device) for system in config.systems]
     agreement = check_losses(runners, config)
+    for runner in runners:
+        said = runner.tune()
+        runner.drain()
+        if said and dist.get_rank() == 0:
+            print(f"{runner.system.name}: {said}", file=sys.stderr, flush=True)
     blocks = take_turns(runners, config)
     parameters = parameter_count(runners[0].model)
     world = dist.get_world_size()

@@ -13,6 +13,7 @@ from fxcomm.api import (
     save_timeline,
     stats,
     synchronize,
+    tuned,
 )
 from fxcomm.errors import (
     FxcommError,
@@ -24,6 +25,7 @@ from fxcomm.errors import (
 )
 from fxcomm.options import Options
 from fxcomm.runtime.statistics import StepStats
+from fxcomm.runtime.tuning import Tuned
 
 __version__ = "0.1.0"
 
@@ -34,6 +36,7 @@ __all__ = [
     "RankMismatchError",
     "ShardedGradientError",
     "StepStats",
+    "Tuned",
     "UnsupportedModelError",
     "UnsupportedOptimizerError",
     "full_grad",
@@ -43,4 +46,5 @@ __all__ = [
     "save_timeline",
     "stats",
     "synchronize",
+    "tuned",
 ]

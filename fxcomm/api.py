@@ -18,6 +18,7 @@ from fxcomm.registry import REGISTRY
 from fxcomm.runtime.model import ManagedModel
 from fxcomm.runtime.optimizer import AdoptedOptimizer
 from fxcomm.runtime.statistics import StepStats
+from fxcomm.runtime.tuning import Tuned
 
 
 def _models(module: nn.Module) -> list[ManagedModel]:
@@ -67,6 +68,22 @@ def stats(module: nn.Module) -> StepStats:
     return StepStats(sum(s.exposed_s for s in last), sum(s.wire_bytes for s in last))
 
 
+def tuned(module: nn.Module) -> Tuned | None:
+    """What tuning the plan of ``module`` came to: the plan, and the measured seconds of a step by
+    what was tried. None before the first optimizer step, while tuning goes on, and in one process.
+
+    Raises:
+        FxcommError: ``module`` contains several models.
+    """
+    models = _models(module)
+    if len(models) > 1:
+        raise FxcommError(
+            f"tuned: {type(module).__name__} contains {len(models)} models that fxcomm manages; "
+            "ask for each"
+        )
+    return models[0].tuned if models else None
+
+
 @contextmanager
 def record_steps(module: nn.Module) -> Iterator[list[MeasuredStep]]:
     """Notes when what happens in the optimizer steps that are completed inside, on this rank, and
@@ -74,8 +91,7 @@ def record_steps(module: nn.Module) -> Iterator[list[MeasuredStep]]:
     was not seen. Costs some microseconds a bucket and parameter.
 
     Raises:
-        FxcommError: ``module`` was not trained with fxcomm yet, contains several models, or its
-            steps are being recorded already.
+        FxcommError: ``module`` was not trained with fxcomm yet, or contains several models.
     """
     models = _models(module)
     if len(models) != 1:
@@ -84,18 +100,13 @@ def record_steps(module: nn.Module) -> Iterator[list[MeasuredStep]]:
             f"record_steps: {type(module).__name__} contains {found}. Record one compiled model, "
             "after its first step on several ranks."
         )
-    meter = models[0].meter
-    if meter.listening:
-        raise FxcommError(
-            "record_steps: the steps of this model are being recorded already (by another "
-            "record_steps, or by fxcomm while it tunes the plan)"
-        )
     steps: list[MeasuredStep] = []
-    meter.listener = steps.append
+    listeners = models[0].meter.listeners
+    listeners.append(steps.append)
     try:
         yield steps
     finally:
-        meter.listener = None
+        listeners.remove(steps.append)
 
 
 def save_timeline(path: str | os.PathLike[str], steps: Sequence[MeasuredStep]) -> None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fxcomm import compat
+from fxcomm.analysis.costs import LinkCosts
 from fxcomm.analysis.measured import EventKind
 from fxcomm.communicator import Communicator, apply_calls, call_eagerly
 from fxcomm.dump import Dump
@@ -50,11 +51,16 @@ from fxcomm.runtime.norms import gradient_norms
 from fxcomm.runtime.parameters import ManagedParameter
 from fxcomm.runtime.replay import replayed_plan
 from fxcomm.runtime.statistics import GraphMarks, StepMeter
+from fxcomm.runtime.tuned_model import Tuning
+from fxcomm.runtime.tuning import Tuned
 from fxcomm.runtime.verification import ForwardGraph, GraphRun, require_valid_step
 
 CompileUpdate = Callable[
     [Callable[..., tuple[()]], Callable[[int], list[torch.Tensor]]], Callable[[list[Any]], object]
 ]
+
+
+MeasureLink = Callable[[Communicator, torch.device], LinkCosts]
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,8 @@ class Environment:
     device, ``connect_control`` one for small CPU tensors; both wait for every rank. ``in_flight``
     makes reads of parameters wait, of whatever model. ``compile_update`` makes a function that
     updates flat tensors in place into one that takes them in a list, of any length; it is also
-    given what makes example tensors of a length."""
+    given what makes example tensors of a length. ``measure_link`` measures what collectives cost;
+    None where they cost nothing real."""
 
     agreement: Agreement
     rank: int
@@ -72,6 +79,7 @@ class Environment:
     connect_control: Callable[[], dist.ProcessGroup]
     in_flight: InFlightParameters
     compile_update: CompileUpdate
+    measure_link: MeasureLink | None = None
 
 
 @dataclass
@@ -98,6 +106,8 @@ class ManagedModel:
         self.parameters: list[ManagedParameter] = []
         self.arenas: list[Arena] = []
         self._parked: list[ShardedArena] = []
+        self.tuning: Tuning | None = None
+        self._planned = False  # for a whole step
         self.meter = StepMeter()
         self._marks: GraphMarks | None = None
         self._backward_began = 0.0
@@ -630,6 +640,30 @@ class ManagedModel:
             self.buffers.sync(self._changed_buffers, self.dense.broadcast)
             self._changed_buffers.clear()
         self.meter.close_step()
+        self._begin_tuning()
+
+    def _begin_tuning(self) -> None:
+        """Begins to tune the first plan at the end of its first step, if the user leaves it to
+        fxcomm and it can be done on every rank."""
+        if not self.arenas or self._planned:
+            return
+        self._planned = True
+        wanted = self.sharded and self.options.plan == "auto" and self.options.bucket_mb is None
+        if not wanted:
+            return
+        if self.environment.measure_link is not None and all(
+            self.gather_objects(Tuning.possible(self))
+        ):
+            self.tuning = Tuning(self)
+
+    @property
+    def tuned(self) -> Tuned | None:
+        """What tuning came to; None before the first plan and while it goes on."""
+        if self.tuning is not None:
+            return self.tuning.outcome
+        if not self._planned:
+            return None
+        return Tuned(self.arenas[0].plan, "not tuned: the plan is given, or cannot be", {}, {})
 
     def synchronise_whole(self, chosen: Sequence[ManagedParameter]) -> None:
         """Reduces the whole ``p.grad`` of parameters for which no backward did. Collective."""

@@ -24,12 +24,12 @@ class StepStats:
 
 
 class StepMeter:
-    """Sums up the running step; :attr:`last` is the last complete one. While it has a ``listener``,
-    that is told of every complete step, event by event."""
+    """Sums up the running step; :attr:`last` is the last complete one. ``listeners`` are told of
+    every complete step, event by event."""
 
     def __init__(self) -> None:
         self.last = StepStats()
-        self.listener: Callable[[MeasuredStep], None] | None = None
+        self.listeners: list[Callable[[MeasuredStep], None]] = []
         self._exposed_s = 0.0
         self._wire_bytes = 0.0
         self._events: list[Event] = []
@@ -38,13 +38,13 @@ class StepMeter:
     @property
     def listening(self) -> bool:
         """Whether events are wanted that cost something to note."""
-        return self.listener is not None
+        return bool(self.listeners)
 
     def note(self, kind: EventKind, number: int | None, start: float, end: float) -> None:
         """Something took from ``start`` to ``end`` (``time.perf_counter()``)."""
         if kind in WAITS:
             self._exposed_s += end - start
-        if self.listener is not None:
+        if self.listeners:
             self._events.append(Event(kind, number, start, end))
 
     def sent(self, nbytes: float) -> None:
@@ -57,17 +57,20 @@ class StepMeter:
             return  # a step within a step (super().step()) has closed it already
         self.last = StepStats(self._exposed_s, self._wire_bytes)
         self._exposed_s = self._wire_bytes = 0.0
-        self._tell_listener()
+        self._tell_listeners()
 
-    def _tell_listener(self) -> None:
-        if self.listener is None:
+    def _tell_listeners(self) -> None:
+        if not self.listeners:
             self._step_start = None
             self._events.clear()
             return
         start, self._step_start = self._step_start, time.perf_counter()
         events, self._events = self._events, []
         if start is not None:  # not a step of which only a part was listened to
-            self.listener(MeasuredStep(start, self._step_start, tuple(events)))
+            step = MeasuredStep(start, self._step_start, tuple(events))
+            for listener in list(self.listeners):
+                listener(step)
+            self._step_start = time.perf_counter()  # what listeners did is no part of a step
 
 
 class GraphMarks(compat.Work):

@@ -1,0 +1,134 @@
+"""A managed model in tuning: what :mod:`fxcomm.runtime.tuning` asks of it, and when it runs."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+from fxcomm.analysis.costs import LinkCosts
+from fxcomm.analysis.measured import MeasuredStep
+from fxcomm.analysis.search import Limits
+from fxcomm.plan import OverlapPlan
+from fxcomm.runtime.arena import ShardedArena
+from fxcomm.runtime.tuning import Searched, Tuned, tune
+
+if TYPE_CHECKING:
+    from fxcomm.runtime.model import ManagedModel
+
+_log = logging.getLogger("fxcomm")
+
+_SEARCH_S = 1.0
+
+
+class Tuning:
+    """Tunes the plan of a model's only arena, step by step; ``outcome`` is None until it is done.
+
+    It ends at once if the model gets another arena or optimizer on the way.
+    """
+
+    def __init__(self, model: ManagedModel) -> None:
+        self.outcome: Tuned | None = None
+        self._model = model
+        self._said = False
+        arena = self._arena
+        limits = Limits(
+            in_flight_bytes=arena.plan.in_flight_bytes,
+            in_backward=model.options.update == "in_backward",
+            commshift=arena.plan.commshift,
+        )
+        self._steps: Generator[None, MeasuredStep, Tuned]
+        self._steps = tune(self, Searched(limits, _SEARCH_S), self._say)
+        next(self._steps)
+        model.meter.listeners.append(self._step_ended)
+
+    @staticmethod
+    def possible(model: ManagedModel) -> bool:
+        """Whether this rank's part of the model can be tuned: one arena, updated by one optimizer,
+        all of whose buckets start in one backward graph."""
+        observed, arenas = model.observed, model.arenas
+        return (
+            len(arenas) == 1
+            and isinstance(arenas[0], ShardedArena)
+            and len(arenas[0].updaters) == 1
+            and all(arenas[0].plan.in_graph)
+            and len(observed.executions) == 1
+            and not observed.eager
+        )
+
+    def _step_ended(self, step: MeasuredStep) -> None:
+        if len(self._model.arenas) != 1 or len(self._arena.updaters) != 1:
+            self._end(Tuned(self.plan, "not tuned: the model has changed", {}, {}))
+            return
+        try:
+            self._steps.send(step)
+        except StopIteration as end:
+            self._end(end.value)
+
+    def _end(self, outcome: Tuned) -> None:
+        self.outcome = outcome
+        self._model.meter.listeners.remove(self._step_ended)
+        self._say(outcome.why, last=True)
+        if self.rank == 0:
+            _log.info("tuning: %s; measured %s", outcome.why, outcome.measured)
+
+    def _say(self, what: str, last: bool = False) -> None:
+        """A progress line on rank 0's terminal."""
+        if self.rank == 0 and sys.stderr.isatty():
+            end = "\n" if last else ""
+            sys.stderr.write(f"\r\x1b[Kfxcomm: tuning the overlap plan: {what}{end}")
+            sys.stderr.flush()
+
+    # --- Tunable ---
+
+    @property
+    def _arena(self) -> ShardedArena:
+        arena = self._model.arenas[0]
+        assert isinstance(arena, ShardedArena)
+        return arena
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self._model.rank
+
+    @property
+    def plan(self) -> OverlapPlan:
+        """The present plan."""
+        return self._arena.plan
+
+    @property
+    def slots(self) -> dict[int, int]:
+        """The place of a parameter in the plan's layout, by its number."""
+        return {p.index: p.slot for p in self._arena.parameters}
+
+    @property
+    def held(self) -> float:
+        """Bytes that a reduction holds in flight, by byte of its bucket."""
+        arena = self._arena
+        return sum(arena.reduce_bytes) / sum(bucket.nbytes for bucket in arena.plan.layout.buckets)
+
+    def measure_link(self) -> LinkCosts:
+        """Costs of collectives like the arena's. Collective."""
+        self._arena.finish_gathers()  # of the step that has just ended
+        measure = self._model.environment.measure_link
+        assert measure is not None
+        return measure(self._arena.communicator, self._arena.parameters[0].parameter.device)
+
+    def gather_objects(self, mine: Any) -> list[Any]:
+        """Every rank's ``mine``. Collective."""
+        return self._model.gather_objects(mine)
+
+    def from_rank_zero(self, topic: str, text: str) -> str:
+        """Rank 0's ``text``. Collective."""
+        model = self._model
+        return model.environment.agreement.from_rank_zero(model.topic(topic), text)
+
+    def switch(self, plan: OverlapPlan) -> None:
+        """Trains by ``plan`` from the next step on. Collective."""
+        self._model.switch_plan(0, plan)
+
+    def forget_plans(self) -> None:
+        """Frees what was kept to switch back."""
+        self._model.forget_plans()
