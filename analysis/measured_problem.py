@@ -100,8 +100,9 @@ def _ready_times(plan: OverlapPlan, launches: Sequence[float], backward: float) 
         total, placed = sum(s.numel for s in bucket.segments), 0
         for segment in bucket.segments:
             placed += segment.numel
-            # A parameter that goes on in the next bucket is complete there.
-            ready[segment.parameter] = began + (launched - began) * placed / total
+            # One that goes on in the next bucket was complete at the launch of its first.
+            if not segment.parameter_offset:
+                ready[segment.parameter] = began + (launched - began) * placed / total
         began = launched
     for empty in reversed(range(len(ready) - 1)):
         ready[empty] = min(ready[empty], ready[empty + 1])
