@@ -657,6 +657,11 @@ class ManagedModel:
             self.tuning = Tuning(self)
 
     @property
+    def uses(self) -> tuple[int, ...]:
+        """Parameters (indices) in the order of their first use, as seen before the first plan."""
+        return tuple(self._uses)
+
+    @property
     def tuned(self) -> Tuned | None:
         """What tuning came to; None before the first plan and while it goes on."""
         if self.tuning is not None:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import logging
+import os
+import platform
 import sys
+import weakref
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from fxcomm.analysis.costs import LinkCosts
 from fxcomm.analysis.measured import MeasuredStep
 from fxcomm.analysis.search import Limits
-from fxcomm.plan import OverlapPlan
+from fxcomm.plan import OverlapPlan, misfits
 from fxcomm.runtime.arena import ShardedArena
+from fxcomm.runtime.plan_cache import PlanCache, fingerprint
 from fxcomm.runtime.tuning import Searched, Tuned, tune
 
 if TYPE_CHECKING:
@@ -30,7 +36,8 @@ class Tuning:
 
     def __init__(self, model: ManagedModel) -> None:
         self.outcome: Tuned | None = None
-        self._model = model
+        # Gathers in flight hold the meter and so this: a dropped model must not wait for them.
+        self._known = weakref.ref(model)
         self._said = False
         arena = self._arena
         limits = Limits(
@@ -38,10 +45,42 @@ class Tuning:
             in_backward=model.options.update == "in_backward",
             commshift=arena.plan.commshift,
         )
+        self._cache = PlanCache.of(os.environ)
+        self._fingerprint = self._describe()
         self._steps: Generator[None, MeasuredStep, Tuned]
         self._steps = tune(self, Searched(limits, _SEARCH_S), self._say)
+        if self._take_known():
+            return
         next(self._steps)
         model.meter.listeners.append(self._step_ended)
+
+    def _describe(self) -> str:
+        """What the outcome hangs on, but for how busy link and machine are: what is trained, by
+        which first plan, how, on which ranks. Collective."""
+        model, device = self._model, self._arena.parameters[0].parameter.device
+        hosts = model.gather_objects(_machine(device))
+        # Which ranks are on one host matters, what it is called does not.
+        places = [[hosts.index(host), host[1:]] for host in hosts]
+        uses = [self.slots.get(index) for index in model.uses]
+        described = (model.options.describe(), self.plan.to_json(), f"{uses}", f"{places}")
+        return fingerprint(torch.__version__, *described)
+
+    def _take_known(self) -> bool:
+        """Takes the plan of an earlier run that was the same. Collective."""
+        known = self._cache.get(self._fingerprint) if self.rank == 0 else None
+        text = self.from_rank_zero("a plan tuned earlier", known or "")
+        try:
+            plan = OverlapPlan.from_json(text)
+        except ValueError:
+            return False
+        specs = [p.spec for p in self._arena.parameters]
+        world_size = self._model.environment.world_size
+        if misfits(plan, specs, world_size=world_size, split=True):
+            return False
+        self.switch(plan)
+        self.forget_plans()
+        self.outcome = Tuned(plan, f"{plan.name!r} is from an earlier run's tuning", {}, {})
+        return True
 
     @staticmethod
     def possible(model: ManagedModel) -> bool:
@@ -72,6 +111,8 @@ class Tuning:
         self._say(outcome.why, last=True)
         if self.rank == 0:
             _log.info("tuning: %s; measured %s", outcome.why, outcome.measured)
+            if outcome.measured:
+                self._cache.put(self._fingerprint, outcome.plan.to_json())
 
     def _say(self, what: str, last: bool = False) -> None:
         """A progress line on rank 0's terminal."""
@@ -81,6 +122,12 @@ class Tuning:
             sys.stderr.flush()
 
     # --- Tunable ---
+
+    @property
+    def _model(self) -> ManagedModel:
+        model = self._known()
+        assert model is not None, "only the model's own steps come here"
+        return model
 
     @property
     def _arena(self) -> ShardedArena:
@@ -132,3 +179,9 @@ class Tuning:
     def forget_plans(self) -> None:
         """Frees what was kept to switch back."""
         self._model.forget_plans()
+
+
+def _machine(device: torch.device) -> tuple[str, str, str, int]:
+    """The host, and what it computes with."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
+    return platform.node(), device.type, name, torch.get_num_threads()
