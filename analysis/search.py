@@ -24,7 +24,8 @@ from fxcomm.analysis.simulate import step_seconds
 PROVEN = 1e-3
 """A gap to the bound at which a schedule counts as optimal."""
 
-_EXHAUSTIVE_TENSORS = 11
+# Where buckets may end, if all places are tried: with every order of gathers, or in order of use.
+_PLACES_WITH_ORDERS, _PLACES = 4, 10
 _MOST_EQUAL_BUCKETS = 150  # to start from; more cost more to simulate than they are worth
 _COOLING = 0.997  # of simulated annealing, per evaluation
 _START_TEMPERATURE = 0.01  # of the step: how much worse a change may be at first
@@ -33,8 +34,8 @@ _START_TEMPERATURE = 0.01  # of the step: how much worse a change may be at firs
 @dataclass(frozen=True)
 class SearchResult:
     """The best schedule found and its step in ``seconds``; ``baselines`` are those of the named
-    ones. ``optimal`` says that nothing better is possible: every partition was tried, or the bound
-    is reached to within 0.1%."""
+    ones. ``optimal`` says that nothing better is possible: all partitions and orders were tried, or
+    the bound is reached to within 0.1%."""
 
     schedule: Schedule
     seconds: float
@@ -61,9 +62,12 @@ class Limits:
     grain: int = 1024
 
 
+_ANYTHING = Limits()
+
+
 def search(
     problem: StepProblem,
-    limits: Limits = Limits(),  # noqa: B008: frozen
+    limits: Limits = _ANYTHING,
     *,
     seed: int = 0,
     budget_s: float = 1.0,
@@ -80,15 +84,17 @@ def search(
     bound = lower_bound(problem, in_backward=updates)
     run = _Run(problem, bound, clock() + budget_s, evaluations, clock)
     named = {name: run.evaluate(_baseline(name, problem, limits)) for name in NAMES}
-    inner = len(problem.tensors) - 1 - len(problem.borders)
-    if inner < _EXHAUSTIVE_TENSORS and not limits.grain:
-        finished = run.try_all(_all_merges(problem, limits))
-    else:
-        finished = False
+    places = len(problem.tensors) - 1 - len(problem.borders)
+    small = not limits.grain and not limits.in_backward
+    tried_all = False
+    if small and places <= _PLACES:
+        done = run.try_all(_all_merges(problem, limits, orders=places <= _PLACES_WITH_ORDERS))
+        tried_all = done and places <= _PLACES_WITH_ORDERS
+    if not tried_all:
         run.try_all(_seeds(problem, limits))
         _anneal(run, limits, random.Random(seed))
     assert run.best is not None
-    proven = finished or gap(run.seconds, bound) <= PROVEN
+    proven = tried_all or gap(run.seconds, bound) <= PROVEN
     return SearchResult(run.best, run.seconds, bound, proven, run.evaluations, named)
 
 
@@ -155,12 +161,17 @@ def _updating(schedule: Schedule, count: int, lag: int) -> Schedule:
     return replace(schedule, update_after=places, gather_order=(*range(len(places)), *others))
 
 
-def _all_merges(problem: StepProblem, limits: Limits) -> Iterator[Schedule]:
-    """Every way to merge neighbours, gathered in order of use."""
+def _all_merges(problem: StepProblem, limits: Limits, orders: bool) -> Iterator[Schedule]:
+    """Every way to merge neighbours, gathered in order of use, or in all ``orders``."""
     inner = [i for i in range(1, len(problem.tensors)) if i not in problem.borders]
     for count in range(len(inner) + 1):
         for edges in itertools.combinations(inner, count):
-            yield _schedule(problem, whole_tensors(problem, [*edges, *problem.borders]), limits)
+            buckets = whole_tensors(problem, [*edges, *problem.borders])
+            made = _schedule(problem, buckets, limits)
+            yield made
+            if orders:
+                for order in itertools.permutations(range(len(buckets))):
+                    yield replace(made, gather_order=order)
 
 
 def _seeds(problem: StepProblem, limits: Limits) -> Iterator[Schedule]:
