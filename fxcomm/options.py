@@ -29,7 +29,9 @@ Lowering = Literal["inductor", "eager"]
 STAGES: tuple[str, ...] = get_args(Stage)
 UPDATES: tuple[str, ...] = get_args(Update)
 LOWERINGS: tuple[str, ...] = get_args(Lowering)
-PLANS: tuple[str, ...] = ("auto", "bucket-25mb")
+PLANS: tuple[str, ...] = (
+    *("auto", "bucket-25mb", "per-layer", "one-bucket", "no-fusion", "mg-wfbp", "dear"),
+)
 """Names that ``plan`` accepts, beside paths."""
 
 _PLAN_FILE = ".json"  # how the path of a plan ends; no name does

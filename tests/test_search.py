@@ -170,7 +170,7 @@ def test_the_clock_ends_the_search() -> None:
 
 
 def test_updates_in_the_backward_are_used_where_they_help() -> None:
-    """Everything is needed when the forward begins, and the link is idle for most of the backward."""
+    """What is needed when the forward begins was produced long before the backward ends."""
     curve = LinkCurve.of_link(0.0, 4000.0)
     tensors = tuple(TensorTimes(f"p{i}", 100, 4, 0.3 * i, 0.3 * i, 0.0) for i in range(10))
     problem = StepProblem(tensors, 1.0, 3.0, curve, curve)

@@ -18,11 +18,12 @@ import fxcomm
 from fxcomm.analysis.costs import LinkCosts, LinkCurve, Schedule, StepProblem, TensorTimes
 from fxcomm.analysis.measured import Event, EventKind, MeasuredStep
 from fxcomm.analysis.measured_problem import problem_of
-from fxcomm.analysis.schedules import planned, schedule_of
+from fxcomm.analysis.schedules import named_plan, planned, schedule_of
 from fxcomm.analysis.search import Limits, search
 from fxcomm.analysis.simulate import SimulatedStep, simulate, step_seconds
 from fxcomm.analysis.timeline import Span
 from fxcomm.layout import ParameterSpec
+from fxcomm.options import PLANS
 from fxcomm.plan import GraphExecution, ObservedBackward, OverlapPlan, baseline_plan
 from fxcomm.registry import REGISTRY
 from fxcomm.runtime import tuning
@@ -325,9 +326,40 @@ def test_other_parameters_are_refused() -> None:
     schedule = schedule_of(machine.plan)
     with pytest.raises(ValueError, match="not the problem's tensors"):
         planned(schedule, machine.problem, plan_for([64], 100), "x")
-    late = replace(machine.plan, in_graph=(False,) * len(machine.plan.in_graph))
-    with pytest.raises(ValueError, match="start in no graph"):
-        planned(schedule, machine.problem, late, "x")
+
+
+@given(
+    st.lists(st.integers(1, 3000), min_size=1, max_size=8),
+    st.integers(200, 20_000),
+    st.sampled_from(["per-layer", "one-bucket", "no-fusion"]),
+    st.sets(st.integers(0, 7)),
+    st.integers(0, 8),
+)
+def test_named_plans(
+    sizes: list[int], bucket_bytes: int, name: str, borders: set[int], late: int
+) -> None:
+    like = plan_for(sizes, bucket_bytes)
+    inside = [all(s.parameter < late for s in b.segments) for b in like.layout.buckets]
+    like = replace(like, in_graph=tuple(inside), in_flight_bytes=77, commshift=False)
+    borders = {b for b in borders if b < len(sizes)}
+    plan = named_plan(name, like, borders)
+    plan.layout.check()
+    assert OverlapPlan.from_json(plan.to_json()) == plan
+    assert (plan.name, plan.in_flight_bytes, plan.commshift) == (name, 77, False)
+    held = [sorted({s.parameter for s in b.segments}) for b in plan.layout.buckets]
+    if name == "no-fusion":
+        assert held == [[i] for i in range(len(sizes))]
+    else:  # names without a number are all of one layer
+        assert len(held) == len({*borders, 0})
+        assert all(h[0] in {*borders, 0} for h in held)
+    for bucket, parameters in enumerate(held):
+        late_ones = [i for i in parameters if i >= late or _begins_in_late(like, i)]
+        assert plan.in_graph[bucket] == (not late_ones)
+    assert plan.gather_order == tuple(sorted(plan.gather_order, reverse=True))
+
+
+def _begins_in_late(plan: OverlapPlan, parameter: int) -> bool:
+    return any(not plan.in_graph[b] for b, _ in plan.layout.parameter_segments(parameter))
 
 
 # --- on real ranks ---
@@ -387,3 +419,25 @@ def test_what_cannot_or_must_not_be_tuned_is_left(
         assert outcome is not None
         assert outcome.why.startswith("not tuned")
         assert not outcome.measured
+
+
+def named_job(
+    rank: int, world_size: int, case_name: str, options: dict[str, Any]
+) -> tuple[Trained, str, int]:
+    trained, outcome, _, name = tuned_job(rank, world_size, case_name, options, 0.0)
+    assert outcome is not None
+    return trained, name, len(outcome.plan.layout.buckets)
+
+
+@pytest.mark.parametrize("plan", [plan for plan in PLANS if plan != "auto"])
+@pytest.mark.parametrize("case", ["gpt", "broken", "reused"])
+@pytest.mark.parametrize("stage", ["zero2", "ddp"])
+def test_named_plans_train_like_one_process(ranks: Pools, plan: str, case: str, stage: str) -> None:
+    options = {"lowering": "eager", "plan": plan, "stage": stage}
+    for trained, name, buckets in ranks(2).run(named_job, case, options):
+        assert_equal_training(trained, train_alone(2, case, steps=50), 1e-9)
+        if plan != "mg-wfbp" or (stage == "zero2" and case != "broken"):  # which is measured first
+            assert name == plan
+        if plan == "no-fusion":
+            trainable = [p for p in ZOO[case].model().parameters() if p.requires_grad]
+            assert buckets == len(trainable)

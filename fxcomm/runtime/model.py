@@ -8,6 +8,7 @@ that all ranks agree on.
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -21,6 +22,7 @@ from torch import nn
 from fxcomm import compat
 from fxcomm.analysis.costs import LinkCosts
 from fxcomm.analysis.measured import EventKind
+from fxcomm.analysis.schedules import named_plan
 from fxcomm.communicator import Communicator, apply_calls, call_eagerly
 from fxcomm.dump import Dump
 from fxcomm.errors import FxcommError, UnsupportedModelError
@@ -33,6 +35,7 @@ from fxcomm.plan import (
     OverlapPlan,
     baseline_plan,
     default_bucket_bytes,
+    launch_runs,
 )
 from fxcomm.runtime.agreement import Agreement
 from fxcomm.runtime.arena import (
@@ -54,6 +57,10 @@ from fxcomm.runtime.statistics import GraphMarks, StepMeter
 from fxcomm.runtime.tuned_model import Tuning
 from fxcomm.runtime.tuning import Tuned
 from fxcomm.runtime.verification import ForwardGraph, GraphRun, require_valid_step
+
+# Baselines by what they are made of: buckets of 25 MB, or what needs no measured times.
+_FIXED = ("bucket-25mb", "dear")
+_UNTIMED = ("per-layer", "one-bucket", "no-fusion")
 
 CompileUpdate = Callable[
     [Callable[..., tuple[()]], Callable[[int], list[torch.Tensor]]], Callable[[list[Any]], object]
@@ -648,8 +655,10 @@ class ManagedModel:
         if not self.arenas or self._planned:
             return
         self._planned = True
-        wanted = self.sharded and self.options.plan == "auto" and self.options.bucket_mb is None
-        if not wanted:
+        wanted = self.options.plan == "mg-wfbp" or (
+            self.options.plan == "auto" and self.options.bucket_mb is None
+        )
+        if not (wanted and self.sharded):
             return
         if self.environment.measure_link is not None and all(
             self.gather_objects(Tuning.possible(self))
@@ -922,8 +931,9 @@ class ManagedModel:
             ),
             frozenset(place[i] for i in self.observed.eager if i in place),
         )
-        return baseline_plan(
-            [p.spec for p in chosen],
+        specs = [p.spec for p in chosen]
+        plan = baseline_plan(
+            specs,
             observed,
             [place[i] for i in self._uses if i in place],
             world_size=self.environment.world_size,
@@ -934,9 +944,15 @@ class ManagedModel:
             in_backward=self.sharded and self.options.update == "in_backward",
             sink_reductions=self._sinks(chosen),
         )
+        if self.options.plan in _FIXED and self.options.bucket_mb is None:
+            return replace(plan, name=self.options.plan)
+        if self.options.plan not in _UNTIMED:
+            return plan
+        runs, _ = launch_runs(len(specs), observed)
+        return named_plan(self.options.plan, plan, itertools.accumulate(map(len, runs)))
 
     def _bucket_bytes(self, chosen: Sequence[ManagedParameter]) -> int | None:
-        if self.options.bucket_mb is not None or self.options.plan == "bucket-25mb":
+        if self.options.bucket_mb is not None or self.options.plan in _FIXED:
             return _megabytes(self.options.bucket_mb)
         return default_bucket_bytes(sum(p.spec.numel * p.spec.itemsize for p in chosen))
 

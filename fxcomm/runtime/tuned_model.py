@@ -18,7 +18,7 @@ from fxcomm.analysis.search import Limits
 from fxcomm.plan import OverlapPlan, misfits
 from fxcomm.runtime.arena import ShardedArena
 from fxcomm.runtime.plan_cache import PlanCache, fingerprint
-from fxcomm.runtime.tuning import Searched, Tuned, tune
+from fxcomm.runtime.tuning import Named, Searched, Tuned, tune
 
 if TYPE_CHECKING:
     from fxcomm.runtime.model import ManagedModel
@@ -48,7 +48,9 @@ class Tuning:
         self._cache = PlanCache.of(os.environ)
         self._fingerprint = self._describe()
         self._steps: Generator[None, MeasuredStep, Tuned]
-        self._steps = tune(self, Searched(limits, _SEARCH_S), self._say)
+        forced = model.options.plan if model.options.plan != "auto" else None
+        choose = Searched(limits, _SEARCH_S) if forced is None else Named(forced, limits)
+        self._steps = tune(self, choose, self._say, forced=forced)
         if self._take_known():
             return
         next(self._steps)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any, Protocol
 
+from fxcomm.analysis.baselines import baseline
 from fxcomm.analysis.bounds import gap
 from fxcomm.analysis.costs import LinkCosts, Schedule, StepProblem
 from fxcomm.analysis.measured import MeasuredStep
@@ -91,11 +92,24 @@ class Searched:
         return found.schedule
 
 
+@dataclass(frozen=True)
+class Named:
+    """Chooses a baseline by its name, within ``limits``."""
+
+    name: str
+    limits: Limits
+
+    def __call__(self, problem: StepProblem) -> Schedule:
+        limit, commshift = self.limits.in_flight_bytes, self.limits.commshift
+        return baseline(self.name, problem, in_flight_bytes=limit, commshift=commshift)
+
+
 def tune(
-    model: Tunable, choose: Choose, say: Callable[[str], None]
+    model: Tunable, choose: Choose, say: Callable[[str], None], *, forced: str | None = None
 ) -> Generator[None, MeasuredStep, Tuned]:
     """A generator that is sent each measured step, and returns :class:`Tuned` in the end. Between
-    two of them it may switch the model's plan."""
+    two of them it may switch the model's plan. What is ``forced`` (a name) is taken as it is
+    chosen, whatever it brings."""
     first = model.plan
     say(f"measuring {first.name!r}")
     steps = yield from _measure(_WARM_UP)
@@ -103,11 +117,15 @@ def tune(
     if isinstance(problem, str):
         return Tuned(first, f"not tuned: {problem}", {}, {})
     say("searching")
-    proposal = _proposal(model, problem, choose)
+    proposal = _proposal(model, problem, choose, forced)
     measured = {first.name: _agreed_seconds(model, steps)}
     if isinstance(proposal, str):
         return Tuned(first, proposal, measured, {})
     plan, predicted = proposal
+    if forced is not None:
+        model.switch(plan)
+        model.forget_plans()
+        return Tuned(plan, f"{plan.name!r} was asked for", measured, {plan.name: predicted})
     tried: dict[str, list[MeasuredStep]] = {first.name: [*steps], plan.name: []}
     for candidate in (plan, first) * _TURNS:
         model.switch(candidate)
@@ -166,13 +184,13 @@ def _means(items: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
 
 
 def _proposal(
-    model: Tunable, problem: StepProblem, choose: Choose
+    model: Tunable, problem: StepProblem, choose: Choose, forced: str | None
 ) -> tuple[OverlapPlan, float] | str:
     """The plan that rank 0 chooses and its predicted seconds, or why it is not to be tried."""
     told: dict[str, Any] = {}
     if model.rank == 0:
         try:
-            told = _choice(problem, model.plan, choose)
+            told = _choice(problem, model.plan, choose, forced)
         except Exception as error:  # every rank must learn of it
             _log.warning("the search for a plan failed; the first one stays", exc_info=True)
             told = {"why": f"the search failed: {type(error).__name__}: {error}"}
@@ -182,10 +200,12 @@ def _proposal(
     return OverlapPlan.from_json(told["plan"]), float(told["seconds"])
 
 
-def _choice(problem: StepProblem, first: OverlapPlan, choose: Choose) -> dict[str, Any]:
-    plan, schedule = planned(choose(problem), problem, first, name="searched")
+def _choice(
+    problem: StepProblem, first: OverlapPlan, choose: Choose, forced: str | None
+) -> dict[str, Any]:
+    plan, schedule = planned(choose(problem), problem, first, name=forced or "searched")
     now, then = (step_seconds(problem, s) for s in (schedule_of(first), schedule))
-    if then > now * (1 - _WORTH_TRYING):
+    if forced is None and then > now * (1 - _WORTH_TRYING):
         return {"why": f"nothing better was found than {first.name!r}"}
     return {"plan": plan.to_json(), "seconds": then}
 
