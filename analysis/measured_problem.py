@@ -8,17 +8,23 @@ from dataclasses import replace
 from statistics import fmean, median
 
 from fxcomm.analysis.costs import LinkCosts, Schedule, StepProblem, TensorTimes
-from fxcomm.analysis.measured import EventKind, MeasuredStep
+from fxcomm.analysis.measured import Event, EventKind, MeasuredStep
 from fxcomm.analysis.schedules import borders_of, schedule_of
 from fxcomm.analysis.simulate import step_seconds
 from fxcomm.plan import OverlapPlan
 
 
 def problem_of(
-    steps: Sequence[MeasuredStep], plan: OverlapPlan, slots: Mapping[int, int], link: LinkCosts
+    steps: Sequence[MeasuredStep],
+    plan: OverlapPlan,
+    slots: Mapping[int, int],
+    link: LinkCosts,
+    reads: Mapping[str, int] | None = None,
 ) -> StepProblem:
     """The problem that measured ``steps`` by ``plan`` pose. Its tensors are the plan's parameters;
     ``slots`` gives a parameter's place among them by the number under which its USE is noted.
+    ``reads`` tells how many buckets are launched before the backward last reads a parameter (by
+    name); one that it does not name is not read there, without it each is read to the end.
 
     Times are medians over the steps, in compute time. In the backward only the launch of each
     bucket is seen: its last gradient is ready there, and the ones before in proportion to their
@@ -33,13 +39,15 @@ def problem_of(
     sizes = [bucket.nbytes for bucket in plan.layout.buckets]
     views = [_StepView(step, len(sizes)) for step in steps]
     backward = median(view.backward for view in views)
-    ready = _ready_times(plan, _medians(view.launches for view in views), backward)
+    launches = _medians(view.launches for view in views)
+    ready = _ready_times(plan, launches, backward)
+    last = _last_reads(plan, launches, backward, reads)
     needed = _needed_times(views, slots, len(plan.layout.parameters))
     latency, per_byte = _update_costs(sizes, _medians(view.updates for view in views))
     norms = [view.norm for view in views if view.norm is not None]
     problem = StepProblem(
         tensors=tuple(
-            TensorTimes(p.name, p.numel, p.itemsize, ready[i], backward, needed[i])
+            TensorTimes(p.name, p.numel, p.itemsize, ready[i], last[i], needed[i])
             for i, p in enumerate(plan.layout.parameters)
         ),
         forward=median(view.forward for view in views),
@@ -61,8 +69,11 @@ class _StepView:
     """One measured step in compute time."""
 
     def __init__(self, step: MeasuredStep, buckets: int) -> None:
-        at = step.compute_at
         last = step.of(EventKind.BACKWARD)[-1]
+        early = [e for e in step.of(EventKind.UPDATE) if last.start <= e.start < last.end]
+        # Updates inside the backward are no part of its compute.
+        stands = (Event(EventKind.WAIT_RANKS, None, e.start, e.end) for e in early)
+        at = replace(step, events=(*step.events, *stands)).compute_at
         self._began = at(last.start)
         self.forward = self._began
         self.backward = at(last.end) - self._began
@@ -75,12 +86,13 @@ class _StepView:
             raise ValueError(f"of {buckets} buckets, {len(launched)} were launched in the backward")
         self.launches = [min(launched[b], self.backward) for b in range(buckets)]
         updates = {e.number: e for e in step.of(EventKind.UPDATE)}
-        took = {b: at(e.end) - at(e.start) for b, e in updates.items()}
+        took = {b: step.compute_at(e.end) - step.compute_at(e.start) for b, e in updates.items()}
         self.updates = [took.get(b, 0.0) for b in range(buckets)]
         pairs = ((e, updates.get(e.number)) for e in step.of(EventKind.LAUNCH_GATHER))
         sent = [at(e.start) - at(u.end) for e, u in pairs if u is not None and e.start >= u.end]
         self.launch = median(sent) if sent else 0.0
-        rest = at(step.end) - at(last.end) - sum(self.updates) - buckets * self.launch
+        late = sum(self.updates) - sum(took[e.number] for e in early)
+        rest = at(step.end) - at(last.end) - late - (buckets - len(early)) * self.launch
         self.between = max(0.0, rest)
         norms = step.of(EventKind.WAIT_NORM)
         self.norm = norms[0].end - norms[0].start if norms else None
@@ -107,6 +119,20 @@ def _ready_times(plan: OverlapPlan, launches: Sequence[float], backward: float) 
     for empty in reversed(range(len(ready) - 1)):
         ready[empty] = min(ready[empty], ready[empty + 1])
     return ready
+
+
+def _last_reads(
+    plan: OverlapPlan,
+    launches: Sequence[float],
+    backward: float,
+    reads: Mapping[str, int] | None,
+) -> list[float]:
+    """When each parameter's old value is read last, taken as late as the launch behind that."""
+    if reads is None:
+        return [backward] * len(plan.layout.parameters)
+    ends = [*launches, backward]
+    found = ((p.name in reads, reads.get(p.name, 0)) for p in plan.layout.parameters)
+    return [ends[min(before, len(launches))] if read else 0.0 for read, before in found]
 
 
 def _needed_times(views: Sequence[_StepView], slots: Mapping[int, int], count: int) -> list[float]:

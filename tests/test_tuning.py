@@ -38,7 +38,9 @@ Pools = Callable[[int], Ranks]
 # --- simulated machines that can be measured ---
 
 
-def plan_for(sizes: list[int], bucket_bytes: int, commshift: bool = True) -> OverlapPlan:
+def plan_for(
+    sizes: list[int], bucket_bytes: int, commshift: bool = True, in_backward: bool = False
+) -> OverlapPlan:
     specs = [ParameterSpec(f"p{i}", n, "float32", 4, "cpu") for i, n in enumerate(sizes)]
     everything = tuple(range(len(sizes)))
     return baseline_plan(
@@ -50,6 +52,7 @@ def plan_for(sizes: list[int], bucket_bytes: int, commshift: bool = True) -> Ove
         in_flight_bytes=None,
         split=True,
         commshift=commshift,
+        in_backward=in_backward,
     )
 
 
@@ -89,10 +92,11 @@ def _events(step: SimulatedStep, problem: StepProblem, plan: OverlapPlan) -> Ite
     waits = [span for span in step.timeline if span.kind.startswith("wait")]
     (backward,) = (span for span in step.timeline if span.kind == "backward")
     yield Event(EventKind.BACKWARD, None, backward.start, backward.end)
-    launched = backward.start
+    stands = [s for s in step.timeline if s in waits or s.kind == "update"]
+    ready = 0.0
     for number, bucket in enumerate(plan.layout.buckets):
-        last = max(problem.tensors[s.parameter].ready for s in bucket.segments)
-        launched = max(launched, backward.start + last)
+        ready = max(ready, *(problem.tensors[s.parameter].ready for s in bucket.segments))
+        launched = _when_computed(ready, stands, backward.start)
         yield Event(EventKind.LAUNCH_REDUCE, number, launched, launched)
     for span in step.timeline:
         if span.kind == "update":
@@ -105,25 +109,30 @@ def _events(step: SimulatedStep, problem: StepProblem, plan: OverlapPlan) -> Ite
         yield Event(EventKind.USE, number, asked, asked)
 
 
-def _when_computed(work: float, waits: list[Span]) -> float:
-    """When the forward has computed for ``work`` seconds, its waits ahead of that included."""
-    stood = 0.0
-    for wait in sorted(waits, key=lambda span: span.start):
-        if wait.start - stood >= work - 1e-9:
+def _when_computed(work: float, stands: list[Span], begin: float = 0.0) -> float:
+    """When a phase that began at ``begin`` has computed for ``work`` seconds."""
+    stood = begin
+    for span in sorted(stands, key=lambda span: span.start):
+        if span.start < begin:
+            continue
+        if span.start - stood >= work - 1e-9:
             break
-        stood += wait.end - wait.start
+        stood += span.end - span.start
     return work + stood
 
 
 @settings(max_examples=150)
-@given(problems(), st.integers(200, 20_000), st.booleans())
+@given(problems(), st.integers(200, 20_000), st.booleans(), st.booleans())
 def test_measuring_a_simulated_step_gives_its_problem_back(
-    problem: StepProblem, bucket_bytes: int, commshift: bool
+    problem: StepProblem, bucket_bytes: int, commshift: bool, in_backward: bool
 ) -> None:
-    plan = plan_for([t.numel for t in problem.tensors], bucket_bytes, commshift)
+    early = in_backward and problem.norm is None
+    plan = plan_for([t.numel for t in problem.tensors], bucket_bytes, commshift, early)
     steps = [measured(problem, plan)] * 3
     slots = {i: i for i in range(len(problem.tensors))}
-    found = problem_of(steps, plan, slots, LinkCosts(problem.reduce, problem.gather))
+    link, everywhere = LinkCosts(problem.reduce, problem.gather), len(plan.layout.buckets)
+    reads = {t.name: everywhere for t in problem.tensors if t.last_read}
+    found = problem_of(steps, plan, slots, link, reads)
     for ours, theirs in zip(found.tensors, problem.tensors, strict=True):
         assert ours.numel == theirs.numel
         assert ours.needed == pytest.approx(theirs.needed, abs=1e-6)
@@ -173,6 +182,7 @@ class Machine:
     surprise: float = 1.0
     rank: int = 0
     held: float = 2.0
+    reads: dict[str, int] = field(default_factory=dict)
     heard: list[str] | None = None  # what rank 0 has said, for other ranks
     complaint: str | None = None  # of another rank
     said: list[str] = field(default_factory=list)

@@ -7,6 +7,7 @@ is the same whether steps are being measured or not.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ import torch
 import torch.fx
 
 from fxcomm.analysis.gradients import output_values, set_outputs
+from fxcomm.passes.gather import uses_through_views
 from fxcomm.passes.pipeline import GraphPass
 from fxcomm.passes.stamp import KEY, BucketKey, Stamp, stamp_of
 
@@ -70,6 +72,26 @@ def marks_of(gm: torch.fx.GraphModule) -> tuple[Mark, ...]:
     """The marks of a rewritten graph, in order."""
     stamps = (stamp_of(node) for node in gm.graph.nodes)
     return tuple(Mark(s.bucket, s.mark) for s in stamps if s is not None and s.mark is not None)
+
+
+def launches_before_last_reads(
+    gm: torch.fx.GraphModule, parameters: Mapping[int, Collection[str]]
+) -> dict[str, int]:
+    """How many launches a rewritten graph makes before it last reads a parameter, by name.
+    ``parameters`` names those behind its inputs, by position; what is never read is left out."""
+    launched, before = 0, {}
+    for node in gm.graph.nodes:
+        stamp = stamp_of(node)
+        before[node] = launched
+        launched += stamp is not None and stamp.role == "launch" and stamp.final
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    found: dict[str, int] = {}
+    for position, names in parameters.items():
+        readers = uses_through_views(placeholders[position])[1]
+        places = [before[node] for node in readers if stamp_of(node) is None]
+        for name in names if places else ():
+            found[name] = max(found.get(name, 0), *places)
+    return found
 
 
 MARK_PASS: GraphPass[Any] = GraphPass(

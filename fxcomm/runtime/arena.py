@@ -132,7 +132,7 @@ class Arena(ABC):
         self.communicator = communicator
         self.gatherer = gatherer or communicator
         self._wire = wire
-        self._meter = meter
+        self.meter = meter
         self.next_bucket = 0
         self._reductions: list[Reduction] = []
         self._holding: list[InFlight] = []  # in order of launch
@@ -257,8 +257,8 @@ class Arena(ABC):
         result: torch.Tensor | None = None,
     ) -> None:
         collective = self.collective(bucket)
-        reduction = Reduction(bucket, collective, self._meter, packed, launched, result)
-        self._meter.sent(collective.sent_bytes)
+        reduction = Reduction(bucket, collective, self.meter, packed, launched, result)
+        self.meter.sent(collective.sent_bytes)
         self._reductions.append(reduction)
         self._hold(reduction)
 
@@ -277,7 +277,7 @@ class Arena(ABC):
             packed = apply_calls(collective.prepare, packed, call_eagerly)
             self._started(bucket, packed, call_eagerly(collective.launch, packed))
             now = time.perf_counter()
-            self._meter.note(EventKind.LAUNCH_REDUCE, bucket, now, now)
+            self.meter.note(EventKind.LAUNCH_REDUCE, bucket, now, now)
 
     def make_room(self, nbytes: int) -> None:
         """Waits for the oldest collectives in flight while ``nbytes`` more would exceed the plan's
@@ -547,15 +547,15 @@ class ShardedArena(Arena):
         self.make_room(self.gather_bytes(bucket))
         elements = self.buckets[bucket]
         buffer = elements.to(self.gather_dtype(elements.dtype))
-        self._meter.sent(self.communicator.all_gather_bytes(buffer.numel() * buffer.itemsize))
+        self.meter.sent(self.communicator.all_gather_bytes(buffer.numel() * buffer.itemsize))
         work = self.gatherer.all_gather(buffer, bucket)
         now = time.perf_counter()
-        self._meter.note(EventKind.LAUNCH_GATHER, bucket, now, now)
-        gather = BucketGather(bucket, work, elements, buffer, self._meter)
+        self.meter.note(EventKind.LAUNCH_GATHER, bucket, now, now)
+        gather = BucketGather(bucket, work, elements, buffer, self.meter)
         self._hold(gather)
         if self.deferrable(bucket):
             for p in self.members(bucket):
-                use = NotedUse(gather, p.index, self._meter) if self._meter.listening else gather
+                use = NotedUse(gather, p.index, self.meter) if self.meter.listening else gather
                 self._in_flight.started(p.parameter, gather, use)
         else:
             self._ending.append(gather)

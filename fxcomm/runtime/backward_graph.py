@@ -21,7 +21,7 @@ from fxcomm.analysis.program import (
     peak_bytes,
     saved_parameters,
 )
-from fxcomm.passes.mark import MARK_PASS, Mark, marks_of
+from fxcomm.passes.mark import MARK_PASS, Mark, launches_before_last_reads, marks_of
 from fxcomm.passes.pipeline import run_passes
 from fxcomm.passes.reduce import REDUCE_PASSES, ReduceContext, ReducedBucket, reduced_buckets
 from fxcomm.passes.stamp import BucketKey
@@ -121,7 +121,8 @@ def _numel(arena: Arena, slot: int) -> int:
 class _Variant:
     """The graph lowered to launch some buckets (or none). ``peaks`` are the most bytes that they
     have in flight in it, by arena number. It takes as more inputs what earlier backwards left of
-    the gradients of ``local``, and as its last one what its ``marks`` are set on."""
+    the gradients of ``local``, and as its last one what its ``marks`` are set on. ``reads`` tells
+    how many launches come before the last read of a parameter (by name), of those that it reads."""
 
     run: Executable
     returned: tuple[ReducedBucket, ...] = ()
@@ -129,6 +130,7 @@ class _Variant:
     peaks: Mapping[int, int] = field(default_factory=dict)
     local: tuple[ManagedParameter, ...] = ()
     marks: tuple[Mark, ...] = ()
+    reads: Mapping[str, int] = field(default_factory=dict)
 
 
 class BackwardGraph:
@@ -180,6 +182,12 @@ class BackwardGraph:
             [arena.described() for arena in self._model.arenas],
             before={run.arena.number: run.first for run in runs},
         )
+
+    @property
+    def reads(self) -> Mapping[str, int]:
+        """How many of the buckets that the graph launches are launched before it last reads a
+        parameter (by name), of those that it reads."""
+        return self._variant(self._runs).reads if self._runs else {}
 
     @property
     def forward(self) -> ForwardGraph:
@@ -305,6 +313,8 @@ class BackwardGraph:
         gm = run_passes(passes, self._captured.gm, context, observe=observe)
         # The lowered graph may be consumed by its compiler; read it first.
         returned, marks = reduced_buckets(gm), marks_of(gm)
+        saved = saved_parameters(self._captured.gm.graph, self.forward.outputs)
+        reads = launches_before_last_reads(gm, saved)
         actions = replace(self._read(gm.graph), adds_local=adds_local)
         if adds_local:
             self._require_valid(runs, GraphRun(self.forward, actions))
@@ -313,7 +323,13 @@ class BackwardGraph:
         peaks = {run.arena.number: peak_bytes(actions.actions, run.arena.number) for run in runs}
         lowered = self._captured.lower(gm)
         return _Variant(
-            lowered, returned, context.dropped, peaks, tuple(p for _, p in local), marks
+            lowered,
+            returned,
+            context.dropped,
+            peaks,
+            tuple(p for _, p in local),
+            marks,
+            reads,
         )
 
     def _updates(self, runs: tuple[LaunchRun, ...]) -> tuple[UpdateTask, ...]:

@@ -671,6 +671,14 @@ class ManagedModel:
         return tuple(self._uses)
 
     @property
+    def reads(self) -> dict[str, int]:
+        """How many buckets the backward that was seen last launches before it last reads a
+        parameter, by name."""
+        ran = {execution.graph for execution in self.observed.executions}
+        graphs = [graph for graph in self._graphs if graph.number in ran]
+        return {name: count for graph in graphs for name, count in graph.reads.items()}
+
+    @property
     def tuned(self) -> Tuned | None:
         """What tuning came to; None before the first plan and while it goes on."""
         if self.tuning is not None:

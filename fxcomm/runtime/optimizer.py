@@ -346,7 +346,9 @@ class AdoptedOptimizer:
         if not _updates_parameters_one_by_one(optimizer):
             return False
         self._open_step(optimizer)
+        start = time.perf_counter()
         self._update_runs(arena, bucket)
+        arena.meter.note(EventKind.UPDATE, bucket, start, time.perf_counter())
         arena.start_gather(bucket)
         return True
 

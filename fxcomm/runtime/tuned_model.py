@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 import weakref
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -157,6 +157,11 @@ class Tuning:
         """Bytes that a reduction holds in flight, by byte of its bucket."""
         arena = self._arena
         return sum(arena.reduce_bytes) / sum(bucket.nbytes for bucket in arena.plan.layout.buckets)
+
+    @property
+    def reads(self) -> Mapping[str, int]:
+        """Buckets launched before the last read of a parameter in the backward, by its name."""
+        return self._model.reads
 
     def measure_link(self) -> LinkCosts:
         """Costs of collectives like the arena's. Collective."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any, Protocol
@@ -35,7 +35,8 @@ _WORTH_TRYING = 0.01  # predicted gain, as a part of the step
 
 
 class Tunable(Protocol):
-    """What tuning needs of a model. All of it is collective but ``plan``, ``slots`` and ``rank``,
+    """What tuning needs of a model. All of it is collective but ``plan``, ``slots``, ``held``,
+    ``reads`` and ``rank``,
     and is called on every rank in the same order."""
 
     @property
@@ -51,6 +52,10 @@ class Tunable(Protocol):
     @property
     def held(self) -> float:
         """Bytes that a reduction holds in flight, by byte of its bucket."""
+
+    @property
+    def reads(self) -> Mapping[str, int]:
+        """Buckets launched before the last read of a parameter in the backward, by its name."""
 
     def measure_link(self) -> LinkCosts: ...
     def gather_objects(self, mine: Any) -> list[Any]: ...
@@ -159,7 +164,8 @@ def _agreed_problem(
     """The problem as the ranks see it on average, or why there is none."""
     mine: StepProblem | str
     try:
-        mine = replace(problem_of(steps, model.plan, model.slots, link), held=model.held)
+        mine = problem_of(steps, model.plan, model.slots, link, model.reads)
+        mine = replace(mine, held=model.held)
     except ValueError as error:
         mine = str(error)
     everyone = model.gather_objects(mine)
