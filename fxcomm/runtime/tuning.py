@@ -67,12 +67,14 @@ class Tunable(Protocol):
 @dataclass(frozen=True)
 class Tuned:
     """What tuning came to: the plan that stays, and seconds of a step by plan, measured and (but
-    for the first plan's) predicted. ``why`` it ended, in words."""
+    for the first plan's) predicted. ``why`` it ended, in words. ``problem`` is what the search was
+    for, None if it never came to one."""
 
     plan: OverlapPlan
     why: str
     measured: dict[str, float]
     predicted: dict[str, float]
+    problem: StepProblem | None = None
 
 
 Choose = Callable[[StepProblem], Schedule]
@@ -125,12 +127,12 @@ def tune(
     proposal = _proposal(model, problem, choose, forced)
     measured = {first.name: _agreed_seconds(model, steps)}
     if isinstance(proposal, str):
-        return Tuned(first, proposal, measured, {})
+        return Tuned(first, proposal, measured, {}, problem)
     plan, predicted = proposal
     if forced is not None:
         model.switch(plan)
         model.forget_plans()
-        return Tuned(plan, f"{plan.name!r} was asked for", measured, {plan.name: predicted})
+        return Tuned(plan, f"{plan.name!r} was asked for", measured, {plan.name: predicted}, problem)
     tried: dict[str, list[MeasuredStep]] = {first.name: [*steps], plan.name: []}
     for candidate in (plan, first) * _TURNS:
         model.switch(candidate)
@@ -141,7 +143,8 @@ def tune(
     best = plan if measured[plan.name] < measured[first.name] else first
     model.switch(best)
     model.forget_plans()
-    return Tuned(best, _verdict(best, first, plan, measured), measured, {plan.name: predicted})
+    verdict = _verdict(best, first, plan, measured)
+    return Tuned(best, verdict, measured, {plan.name: predicted}, problem)
 
 
 def _measure(warm_up: int) -> Generator[None, MeasuredStep, list[MeasuredStep]]:
