@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -82,6 +83,35 @@ class LinkCosts:
     reduce: LinkCurve
     gather: LinkCurve
     contention: float = 1.0
+
+    def to_json(self) -> str:
+        """The costs as JSON text."""
+        fields = {
+            "reduce": self.reduce.points,
+            "gather": self.gather.points,
+            "contention": self.contention,
+        }
+        return json.dumps(fields)
+
+    @classmethod
+    def from_json(cls, text: str) -> LinkCosts:
+        """Reads :meth:`to_json`'s text.
+
+        Raises:
+            ValueError: the text is none.
+        """
+        try:
+            fields = json.loads(text)
+            reduce, gather = (
+                LinkCurve(tuple((float(b), float(s)) for b, s in fields[name]))
+                for name in ("reduce", "gather")
+            )
+            contention = float(fields["contention"])
+        except (TypeError, KeyError, RecursionError, ValueError) as error:
+            raise ValueError(f"not costs of a link: {error!r}") from error
+        if not contention >= 1:
+            raise ValueError(f"not costs of a link: contention {contention} is below 1")
+        return cls(reduce, gather, contention)
 
 
 @dataclass(frozen=True)

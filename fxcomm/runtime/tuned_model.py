@@ -17,7 +17,7 @@ from fxcomm.analysis.measured import MeasuredStep
 from fxcomm.analysis.search import Limits
 from fxcomm.plan import OverlapPlan, misfits
 from fxcomm.runtime.arena import ShardedArena
-from fxcomm.runtime.plan_cache import PlanCache, fingerprint
+from fxcomm.runtime.disk_cache import DiskCache, fingerprint
 from fxcomm.runtime.tuning import Named, Searched, Tuned, tune
 
 if TYPE_CHECKING:
@@ -45,7 +45,8 @@ class Tuning:
             in_backward=model.options.update == "in_backward",
             commshift=arena.plan.commshift,
         )
-        self._cache = PlanCache.of(os.environ)
+        self._cache = DiskCache.of(os.environ)
+        self._topology = self._describe_ranks()
         self._fingerprint = self._describe()
         self._steps: Generator[None, MeasuredStep, Tuned]
         forced = model.options.plan if model.options.plan != "auto" else None
@@ -58,18 +59,23 @@ class Tuning:
 
     def _describe(self) -> str:
         """What the outcome hangs on, but for how busy link and machine are: what is trained, by
-        which first plan, how, on which ranks. Collective."""
-        model, device = self._model, self._arena.parameters[0].parameter.device
-        hosts = model.gather_objects(_machine(device))
+        which first plan, how, on which ranks."""
+        model = self._model
+        uses = [self.slots.get(index) for index in model.uses]
+        return fingerprint(
+            model.options.describe(), self.plan.to_json(), f"{uses}", f"{self._topology}"
+        )
+
+    def _describe_ranks(self) -> str:
+        """What the costs of the link hang on. Collective."""
+        hosts = self.gather_objects(_machine(self._device))
         # Which ranks are on one host matters, what it is called does not.
         places = [[hosts.index(host), host[1:]] for host in hosts]
-        uses = [self.slots.get(index) for index in model.uses]
-        described = (model.options.describe(), self.plan.to_json(), f"{uses}", f"{places}")
-        return fingerprint(torch.__version__, *described)
+        return fingerprint(torch.__version__, type(self._arena.communicator).__name__, f"{places}")
 
     def _take_known(self) -> bool:
         """Takes the plan of an earlier run that was the same. Collective."""
-        known = self._cache.get(self._fingerprint) if self.rank == 0 else None
+        known = self._cache.get("plan", self._fingerprint) if self.rank == 0 else None
         text = self.from_rank_zero("a plan tuned earlier", known or "")
         try:
             plan = OverlapPlan.from_json(text)
@@ -114,7 +120,7 @@ class Tuning:
         if self.rank == 0:
             _log.info("tuning: %s; measured %s", outcome.why, outcome.measured)
             if outcome.measured:
-                self._cache.put(self._fingerprint, outcome.plan.to_json())
+                self._cache.put("plan", self._fingerprint, outcome.plan.to_json())
 
     def _say(self, what: str, last: bool = False) -> None:
         """A progress line on rank 0's terminal."""
@@ -130,6 +136,10 @@ class Tuning:
         model = self._known()
         assert model is not None, "only the model's own steps come here"
         return model
+
+    @property
+    def _device(self) -> torch.device:
+        return self._arena.parameters[0].parameter.device
 
     @property
     def _arena(self) -> ShardedArena:
@@ -164,11 +174,20 @@ class Tuning:
         return self._model.reads
 
     def measure_link(self) -> LinkCosts:
-        """Costs of collectives like the arena's. Collective."""
+        """Costs of collectives like the arena's, measured now or by an earlier run. Collective."""
+        known = self._cache.get("link", self._topology) if self.rank == 0 else None
+        text = self.from_rank_zero("the costs of the link", known or "")
+        try:
+            return LinkCosts.from_json(text)
+        except ValueError:
+            pass
         self._arena.finish_gathers()  # of the step that has just ended
         measure = self._model.environment.measure_link
         assert measure is not None
-        return measure(self._arena.communicator, self._arena.parameters[0].parameter.device)
+        costs = measure(self._arena.communicator, self._device)
+        if self.rank == 0:
+            self._cache.put("link", self._topology, costs.to_json())
+        return costs
 
     def gather_objects(self, mine: Any) -> list[Any]:
         """Every rank's ``mine``. Collective."""

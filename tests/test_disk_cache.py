@@ -1,4 +1,4 @@
-"""Plans that are kept for later runs: the folder, what tells runs apart, and a second run."""
+"""What is kept for later runs: the folder, what tells runs apart, and a second run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxcomm.analysis.costs import LinkCosts
-from fxcomm.runtime.plan_cache import PlanCache, fingerprint
+from fxcomm.runtime.disk_cache import DiskCache, fingerprint
 from fxcomm.runtime.tuned_model import Tuning
 from fxcomm.runtime.tuning import Tuned
 from tests.oracle import Trained, assert_equal_training, train_alone
@@ -23,38 +23,39 @@ Pools = Callable[[int], Ranks]
 
 
 def test_what_is_put_is_found(tmp_path: Path) -> None:
-    cache = PlanCache.of({"FXCOMM_CACHE": str(tmp_path)})
-    assert cache.get("a") is None
-    cache.put("a", "one")
-    cache.put("b", "two")
-    cache.put("a", "three")
-    assert (cache.get("a"), cache.get("b")) == ("three", "two")
-    assert len(list((tmp_path / "plans").iterdir())) == 2, "nothing half-written is left"
+    cache = DiskCache.of({"FXCOMM_CACHE": str(tmp_path)})
+    assert cache.get("plan", "a") is None
+    cache.put("plan", "a", "one")
+    cache.put("plan", "b", "two")
+    cache.put("plan", "a", "three")
+    assert (cache.get("plan", "a"), cache.get("plan", "b")) == ("three", "two")
+    assert cache.get("link", "a") is None
+    assert len(list(tmp_path.iterdir())) == 2, "nothing half-written is left"
 
 
 @pytest.mark.parametrize(
     ("environment", "folder"),
     [
-        ({"FXCOMM_CACHE": "/there", "HOME": "/home/u"}, "/there/plans"),
+        ({"FXCOMM_CACHE": "/there", "HOME": "/home/u"}, "/there"),
         ({"FXCOMM_CACHE": "", "HOME": "/home/u"}, None),
-        ({"HOME": "/home/u"}, "/home/u/.cache/fxcomm/plans"),
-        ({"XDG_CACHE_HOME": "/c", "HOME": "/home/u"}, "/c/fxcomm/plans"),
+        ({"HOME": "/home/u"}, "/home/u/.cache/fxcomm"),
+        ({"XDG_CACHE_HOME": "/c", "HOME": "/home/u"}, "/c/fxcomm"),
         ({}, None),
     ],
 )
 def test_the_folder_is_where_users_expect_it(
     environment: dict[str, str], folder: str | None
 ) -> None:
-    assert PlanCache.of(environment).folder == (None if folder is None else Path(folder))
+    assert DiskCache.of(environment).folder == (None if folder is None else Path(folder))
 
 
 def test_a_folder_that_cannot_be_used_is_none(tmp_path: Path) -> None:
-    (tmp_path / "plans").write_text("a file")
-    cache = PlanCache.of({"FXCOMM_CACHE": str(tmp_path)})
-    cache.put("a", "one")
-    assert cache.get("a") is None
-    PlanCache(None).put("a", "one")
-    assert PlanCache(None).get("a") is None
+    (tmp_path / "file").write_text("no folder")
+    cache = DiskCache.of({"FXCOMM_CACHE": str(tmp_path / "file")})
+    cache.put("plan", "a", "one")
+    assert cache.get("plan", "a") is None
+    DiskCache(None).put("plan", "a", "one")
+    assert DiskCache(None).get("plan", "a") is None
 
 
 @given(st.lists(st.text()), st.lists(st.text()))
@@ -87,7 +88,7 @@ def second_run_job(
         if text is None:
             Tuning._step_ended = measured  # type: ignore[assignment,method-assign]
         elif rank == 0:
-            for file in Path(folder, "plans").iterdir():
+            for file in Path(folder).glob("plan-*"):
                 file.write_text(text)
         return [first, run()]
     finally:

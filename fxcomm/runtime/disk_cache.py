@@ -1,4 +1,5 @@
-"""Plans that earlier runs have been tuned to, on disk, under what they were tuned for."""
+"""What earlier runs have found out, on disk: tuned plans and costs of links, each under what it
+hangs on."""
 
 from __future__ import annotations
 
@@ -17,35 +18,35 @@ VARIABLE = "FXCOMM_CACHE"
 
 
 @dataclass(frozen=True)
-class PlanCache:
-    """Texts by fingerprint in a folder (None: keeps nothing). What cannot be read or written is
-    passed over: training goes on without."""
+class DiskCache:
+    """Texts by kind and fingerprint in a folder (None: keeps nothing). What cannot be read or
+    written is passed over: training goes on without."""
 
     folder: Path | None
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> PlanCache:
-        """The cache that ``environment`` (variables) asks for: by default ``fxcomm/plans`` in the
-        user's cache folder (``XDG_CACHE_HOME``, or ``.cache`` in the home)."""
+    def of(cls, environment: Mapping[str, str]) -> DiskCache:
+        """The cache that ``environment`` (variables) asks for: by default ``fxcomm`` in the user's
+        cache folder (``XDG_CACHE_HOME``, or ``.cache`` in the home)."""
         named = environment.get(VARIABLE)
         if named is not None:
-            return cls(Path(named) / "plans" if named else None)
+            return cls(Path(named) if named else None)
         base = environment.get("XDG_CACHE_HOME")
         home = environment.get("HOME")
         if not base and not home:
             return cls(None)
-        return cls((Path(base) if base else Path(str(home)) / ".cache") / "fxcomm" / "plans")
+        return cls((Path(base) if base else Path(str(home)) / ".cache") / "fxcomm")
 
-    def get(self, fingerprint: str) -> str | None:
+    def get(self, kind: str, fingerprint: str) -> str | None:
         """The text kept under a fingerprint."""
         if self.folder is None:
             return None
         try:
-            return self._file(self.folder, fingerprint).read_text(encoding="utf-8")
+            return self._file(self.folder, kind, fingerprint).read_text(encoding="utf-8")
         except (OSError, ValueError):
             return None
 
-    def put(self, fingerprint: str, text: str) -> None:
+    def put(self, kind: str, fingerprint: str, text: str) -> None:
         """Keeps a text; readers see the old one or all of the new one."""
         if self.folder is None:
             return
@@ -55,13 +56,13 @@ class PlanCache:
                 "w", encoding="utf-8", dir=self.folder, delete=False
             ) as file:
                 file.write(text)
-            os.replace(file.name, self._file(self.folder, fingerprint))
+            os.replace(file.name, self._file(self.folder, kind, fingerprint))
         except OSError as error:
-            _log.info("the tuned plan is not kept for later runs: %s", error)
+            _log.info("a %s is not kept for later runs: %s", kind, error)
 
     @staticmethod
-    def _file(folder: Path, fingerprint: str) -> Path:
-        return folder / f"{fingerprint}.json"
+    def _file(folder: Path, kind: str, fingerprint: str) -> Path:
+        return folder / f"{kind}-{fingerprint}.json"
 
 
 def fingerprint(*parts: str) -> str:
