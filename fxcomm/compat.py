@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
+import sympy
 import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
@@ -24,7 +25,13 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives  # registers the _c10d_functional operators
 import torch.fx
 from torch import nn
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, _register_work
+from torch._C._distributed_c10d import (
+    HashStore,
+    PrefixStore,
+    Store,
+    _register_work,
+    _resolve_process_group,
+)
 from torch._C._distributed_c10d import Work as Work
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import ShortenTraceback
@@ -307,6 +314,13 @@ def plain_inputs(gm: torch.fx.GraphModule) -> dict[int, int]:
     placeholders = (node for node in gm.graph.nodes if node.op == "placeholder")
     descriptors = (node.meta.get("desc") for node in placeholders)
     return {i: d.idx for i, d in enumerate(descriptors) if isinstance(d, PlainAOTInput)}
+
+
+def size_expression(size: int | torch.SymInt) -> sympy.Expr:
+    """A tensor's size as a sympy number, or as the expression behind it if it is symbolic."""
+    if isinstance(size, torch.SymInt):
+        return cast(sympy.Expr, size.node.expr)
+    return sympy.Integer(size)
 
 
 def is_view(node: torch.fx.Node) -> bool:
@@ -605,6 +619,19 @@ def new_group(ranks: list[int], backend: str, name: str, timeout: timedelta) -> 
     )
     c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
     return cast(dist.ProcessGroup, group)
+
+
+def close_group(name: str) -> None:
+    """Closes the group that :func:`new_group` opened under ``name``, if it is still open.
+
+    NCCL asks every rank to close its groups in the same order. gloo waits for this rank's queued
+    work, then ends the group's threads and connections, and asks nothing of other ranks.
+    """
+    try:
+        group = _resolve_process_group(cast(Any, name))
+    except RuntimeError:
+        return  # closed with the default group
+    dist.destroy_process_group(group)
 
 
 def all_gather_in_place(buffer: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Any:

@@ -1,9 +1,10 @@
-"""A whole training step of a deep GPT, as fxcomm captures, plans and lowers it: as one rank of a
-fake process group, and without Inductor. The graphs are real; only the widths are small."""
+"""A whole training step of a model, a deep GPT for one, as fxcomm captures, plans and lowers it: as
+one rank of a fake process group, and without Inductor. The graphs are real; only widths are small.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,9 +12,9 @@ from unittest.mock import patch
 
 import torch
 import torch.fx
-from torch import nn
+from torch import Tensor, nn
 
-from fxcomm.analysis.capture import PhaseGraph, capture_step, with_buckets
+from fxcomm.analysis.capture import NodeCost, PhaseGraph, capture_step, with_buckets
 from fxcomm.analysis.gradients import output_values
 from fxcomm.analysis.program import (
     ArenaPlan,
@@ -56,8 +57,8 @@ class CapturedStep:
         """Nodes of the graphs before the passes."""
         return len(self.forward.nodes) + len(self.backward.nodes)
 
-    def step_graph(self) -> StepGraph:
-        """The step graph with the plan's buckets; costs are in proportion to bytes."""
+    def compute_graph(self, cost: NodeCost) -> StepGraph:
+        """The step graph without buckets."""
         positions = {
             value.name: position
             for position, value in enumerate(output_values(self.forward))
@@ -68,15 +69,18 @@ class CapturedStep:
             for index, node in enumerate(self.backward.find_nodes(op="placeholder"))
             if node.name in positions
         }
-        compute = capture_step(
+        return capture_step(
             [
                 PhaseGraph(Phase(PhaseKind.FORWARD), self.forward, {**self.inputs}),
                 PhaseGraph(Phase(PhaseKind.BACKWARD), self.backward, {}, self.gradients, saved),
             ],
-            _node_seconds,
+            cost,
         )
+
+    def step_graph(self) -> StepGraph:
+        """The step graph with the plan's buckets; costs are in proportion to bytes."""
         return with_buckets(
-            compute,
+            self.compute_graph(_node_seconds),
             self.arena.plan.layout,
             gather_order=self.arena.plan.gather_order,
             communication_cost=_bucket_seconds,
@@ -145,6 +149,18 @@ def capture_gpt(layers: int) -> CapturedStep:
     """One step of a GPT, under the default process group, with a bucket for each block."""
     torch.manual_seed(0)
     model = TiedGPT(vocabulary=VOCABULARY, width=WIDTH, layers=layers)
+    tokens = torch.randint(0, VOCABULARY, (1, 8))
+
+    def loss(logits: Tensor, tokens: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+    return capture(model, tokens, loss, bucket_mb=BLOCK_MB)
+
+
+def capture(
+    model: nn.Module, batch: Tensor, loss: Callable[[Tensor, Tensor], Tensor], **options: Any
+) -> CapturedStep:
+    """One step of a model that Dynamo captures as one graph, under the default process group."""
     recorder = _Recorder()
     with ExitStack() as stack:
         for name, replacement in (
@@ -153,11 +169,9 @@ def capture_gpt(layers: int) -> CapturedStep:
             ("backward_lowering", recorder.backward_lowering(dynamo.backward_lowering)),
         ):
             stack.enter_context(patch.object(dynamo, name, replacement))
-        options = {"lowering": "eager", "bucket_mb": BLOCK_MB}
+        options = {"lowering": "eager", **options}
         compiled = torch.compile(model, backend="fxcomm", options=options)
-        tokens = torch.randint(0, VOCABULARY, (1, 8))
-        loss = nn.functional.cross_entropy(compiled(tokens).flatten(0, 1), tokens.flatten())
-        loss.backward()
+        loss(compiled(batch), batch).backward()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
     (managed,) = REGISTRY.models_of(model.parameters())
     (arena,) = managed.arenas

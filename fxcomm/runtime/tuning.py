@@ -132,7 +132,9 @@ def tune(
     if forced is not None:
         model.switch(plan)
         model.forget_plans()
-        return Tuned(plan, f"{plan.name!r} was asked for", measured, {plan.name: predicted}, problem)
+        return Tuned(
+            plan, f"{plan.name!r} was asked for", measured, {plan.name: predicted}, problem
+        )
     tried: dict[str, list[MeasuredStep]] = {first.name: [*steps], plan.name: []}
     for candidate in (plan, first) * _TURNS:
         model.switch(candidate)
