@@ -130,7 +130,7 @@ def _model_for(
         return None
     root = _root_of(parameters)
     number = REGISTRY.next_number(dist.get_process_group_ranks(group))
-    environment = open_environment(group, options, number, REGISTRY.in_flight)
+    environment = open_environment(group, options, number, REGISTRY.in_flight, REGISTRY.groups)
     model = ManagedModel(number, options, environment)
     start(model, _named(gm, parameters, root), root, leaves_behind(example_inputs))
     REGISTRY.add(model, root)

@@ -27,6 +27,7 @@ from fxcomm.passes.update import implement_update_bucket
 from fxcomm.runtime.adoption import ReplicatedOptimizer, adopt
 from fxcomm.runtime.in_flight import InFlightParameters
 from fxcomm.runtime.model import ManagedModel
+from fxcomm.runtime.open_groups import OpenGroups
 from fxcomm.runtime.optimizer import AdoptedOptimizer, Managed
 from fxcomm.runtime.parameters import ManagedParameter
 
@@ -49,6 +50,7 @@ class Registry:
         self._counts: Counter[tuple[int, ...]] = Counter()
         self._strangers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.in_flight = InFlightParameters()
+        self.groups = OpenGroups()
         self._frame_has_waits = False
 
     def begin(self, backend: Callable[..., Any]) -> None:

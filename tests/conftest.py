@@ -8,11 +8,17 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
-from tests.ranks import Ranks
+from tests.ranks import Ranks, spare_the_collector
 
 # No test may find what an earlier run was tuned to; the ranks that tests start inherit this.
 os.environ["FXCOMM_CACHE"] = ""
+
+
+# On a busy machine the time of an example says nothing about it.
+settings.register_profile("fxcomm", deadline=None)
+settings.load_profile("fxcomm")
 
 
 @pytest.fixture(scope="session")
@@ -34,6 +40,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="every case of the tests on real ranks, not every third",
     )
+
+
+def pytest_collection_finish() -> None:
+    """Spares the collector what was imported, once everything is."""
+    spare_the_collector()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -357,6 +357,7 @@ def step_job(rank: int, world_size: int, options: dict[str, Any]) -> tuple[int, 
         compiled(torch.randn(8, 300)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+        fxcomm.synchronize(model)  # gathers run on, and would be counted in the next step
 
     for _ in range(2):
         step()

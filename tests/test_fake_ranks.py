@@ -4,7 +4,6 @@ their results undefined and never wait. Shapes, plans and places are real."""
 from __future__ import annotations
 
 import concurrent.futures
-import multiprocessing
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fxcomm.plan import OverlapPlan
 from fxcomm.registry import REGISTRY
 from fxcomm.runtime.gradient import ShardedGradient
+from tests.ranks import forkserver, spare_the_collector
 from tests.zoo import TiedGPT
 
 TIMEOUT_S = 110.0
@@ -38,8 +38,9 @@ def _run_as(rank: int, world_size: int, job: Callable[..., Any], args: tuple[Any
 @pytest.fixture(scope="module")
 def as_fake_rank() -> Iterator[AsFakeRank]:
     """Runs ``job(rank, world_size, *args)`` in another process, as that rank of a fake group."""
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
+    with concurrent.futures.ProcessPoolExecutor(
+        1, mp_context=forkserver(), initializer=spare_the_collector
+    ) as pool:
 
         def run(rank: int, world_size: int, job: Callable[..., Any], *args: Any) -> Any:
             return pool.submit(_run_as, rank, world_size, job, args).result(TIMEOUT_S)

@@ -152,6 +152,7 @@ def test_without_split_nothing_is_cut() -> None:
 
 # --- training by random plans ---
 
+STEPS = 5  # the first has no plan yet, the second begins with nothing in flight
 REFUSED = "the overlap plan would compute wrong results or hang; nothing was run"
 
 
@@ -160,7 +161,7 @@ def _forget_plan(managed: ManagedModel) -> None:
     managed.settle()
     managed.finish_gathers()
     if managed.arenas:
-        # Groups live as long as the process; one is enough.
+        # Groups live as long as their model; one is enough.
         communicator = managed.arenas[0].communicator
         managed.environment = replace(managed.environment, connect=lambda _: communicator)
     managed.arenas.clear()
@@ -183,10 +184,10 @@ def _specs(case_name: str) -> list[ParameterSpec]:
 def train_by_plans(
     rank: int, world_size: int, case_name: str, seeds: Sequence[int], stage: str, path: str
 ) -> list[bool]:
-    """Trains one compiled model from its start by each of many plans, 5 steps each, while gathers
+    """Trains one compiled model from its start by each of many plans, a few steps, while gathers
     come as late as they may. Returns which plans were accepted; fails where an accepted one gives
     other results than one process, and where a refused one has changed anything."""
-    expected = train_alone(world_size, case_name)
+    expected = train_alone(world_size, case_name, steps=STEPS)
     model = ZOO[case_name].model()
     start = {name: value.clone() for name, value in model.state_dict().items()}
     options = {"lowering": "eager", "stage": stage, "plan": path}
@@ -214,7 +215,8 @@ def train_by_plans(
 
 def _train_or_refuse(case_name: str, model: nn.Module, compiled: Any) -> Trained | None:
     try:
-        return train_compiled(ZOO[case_name], model, compiled, adamw(compiled.parameters()))
+        optimizer = adamw(compiled.parameters())
+        return train_compiled(ZOO[case_name], model, compiled, optimizer, STEPS)
     except FxcommError as error:
         if REFUSED not in str(error):
             raise

@@ -438,7 +438,7 @@ def test_an_exception_in_a_step_leaves_a_usable_model(ranks: Pools) -> None:
 # Each way to leave is tried by two processes that end as scripts do, forked from one that has
 # imported everything: imports take seconds. What they print goes to a file of their own.
 LAST_STEP = """
-    import os, sys, time, torch, torch.distributed as dist
+    import gc, os, sys, time, torch, torch.distributed as dist
     from torch import nn
     import torch._inductor.compile_fx, fxcomm.backends.dynamo
 
@@ -463,6 +463,7 @@ LAST_STEP = """
         if destroys == "late":
             dist.destroy_process_group()
 
+    gc.freeze()  # else each process looks through all that was imported when it ends
     children = []
     for destroys in ("early", "late", "never"):
         for rank in range(2):

@@ -24,7 +24,7 @@ from tests.zoo import ROWS, ZOO, Case, TiedGPT
 Pools = Callable[[int], Ranks]
 
 EAGER: Mapping[str, Any] = {"lowering": "eager"}
-DEADLINE_S = 3.0
+DEADLINE_S = 2.0
 # Every rank has raised after waiting once, and rank 0's verdict may take as long again.
 LATEST_S = 2 * DEADLINE_S + 4.0
 # For ranks that all come, on a machine that may be busy.

@@ -9,8 +9,9 @@ sees a partial value.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from fxcomm.runtime.model import ManagedModel
 
 _aten = torch.ops.aten
+
+Kept = TypeVar("Kept")
 
 # Element-wise in-place operators: the same call on each rank's elements is the call on the whole.
 _IN_PLACE: frozenset[Any] = frozenset(
@@ -58,11 +61,15 @@ class ShardedGradient(torch.Tensor):
     is yet to be multiplied by ``factors`` (tensors without dimensions): the update does it on the
     way. ``applied`` says that the backward updated with it already: it may be read, and no longer
     be changed. ``unsynced`` is this rank's own gradient from backwards under ``no_sync``, of the
-    parameter's shape, until the next synchronised backward."""
+    parameter's shape, until the next synchronised backward.
 
-    managed: ManagedParameter
-    model: ManagedModel
+    It does not keep its model alive: the collector does not see that a parameter holds its
+    gradient, and would never free a model that was dropped with gradients."""
+
+    parameter_name: str
     reduced: bool
+    _managed: weakref.ref[ManagedParameter]
+    _model: weakref.ref[ManagedModel]
     factors: tuple[torch.Tensor, ...]
     applied: bool
     unsynced: torch.Tensor | None
@@ -71,7 +78,8 @@ class ShardedGradient(torch.Tensor):
     def __new__(cls, model: ManagedModel, managed: ManagedParameter) -> ShardedGradient:
         """A gradient for ``managed``, whose shards ``model`` keeps."""
         self = compat.wrapper_like(cls, managed.parameter)
-        self.managed, self.model, self.reduced, self.unsynced = managed, model, False, None
+        self._managed, self._model = weakref.ref(managed), weakref.ref(model)
+        self.parameter_name, self.reduced, self.unsynced = managed.name, False, None
         self.factors, self.applied = (), False
         return self
 
@@ -79,7 +87,25 @@ class ShardedGradient(torch.Tensor):
         del model, managed
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return f"ShardedGradient({self.managed.name!r}, shape={tuple(self.shape)})"
+        return f"ShardedGradient({self.parameter_name!r}, shape={tuple(self.shape)})"
+
+    @property
+    def managed(self) -> ManagedParameter:
+        """The parameter. Raises ShardedGradientError when its model is gone."""
+        return self._alive(self._managed())
+
+    @property
+    def model(self) -> ManagedModel:
+        """The model that keeps the shards. Raises ShardedGradientError when it is gone."""
+        return self._alive(self._model())
+
+    def _alive(self, kept: Kept | None) -> Kept:
+        if kept is None:
+            raise ShardedGradientError(
+                f"the gradient of {self.parameter_name!r} went with its model, of which neither "
+                "the module nor an optimizer is left. Keep one of them while you use gradients."
+            )
+        return kept
 
     def _refuse(self, *args: object, **kwargs: object) -> Any:
         """For what reads elements without asking an operator."""
@@ -174,7 +200,7 @@ def _refuse_applied(gradients: Sequence[Any]) -> None:
     for gradient in gradients:
         if isinstance(gradient, ShardedGradient) and gradient.applied:
             raise ShardedGradientError(
-                f"the gradient of {gradient.managed.name!r} was changed after the backward had "
+                f"the gradient of {gradient.parameter_name!r} was changed after the backward had "
                 "updated with it. Clipping, unscaling and other changes between backward and "
                 'step() need options={"update": "at_step"}.'
             )
@@ -257,7 +283,7 @@ def _norm(gradient: Any, order: Any) -> torch.Tensor:
 def _refusal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedGradientError:
     values = [*args, *kwargs.values()]
     values += [item for v in values if isinstance(v, (list, tuple)) for item in v]
-    names = [v.managed.name for v in values if isinstance(v, ShardedGradient)]
+    names = [v.parameter_name for v in values if isinstance(v, ShardedGradient)]
     return ShardedGradientError(
         f"{func} needs whole gradients, and the gradient of {names[0]!r} is sharded over the "
         "ranks. Call fxcomm.full_grad(p) on every rank for the whole mean gradient, or use "
