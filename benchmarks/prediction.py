@@ -99,7 +99,7 @@ class Trainer:
     def seconds(self, plan: OverlapPlan, warm_up: int, steps: int) -> float:
         """Seconds of a step by ``plan``; the slowest rank counts."""
         fxcomm.synchronize(self.module)
-        REGISTRY.models_of(self.module.parameters())[0].switch_plan(0, plan)
+        REGISTRY.models_in(self.module)[0].switch_plan(0, plan)
         for _ in range(warm_up):
             self.step()
         dist.barrier()
@@ -120,7 +120,7 @@ def plans_of(outcome: fxcomm.Tuned, problem: StepProblem, first: OverlapPlan) ->
 
 def measure(trainer: Trainer, args: argparse.Namespace) -> tuple[list[Row], StepProblem]:
     trainer.step()
-    first = REGISTRY.models_of(trainer.module.parameters())[0].arenas[0].plan
+    first = REGISTRY.models_in(trainer.module)[0].arenas[0].plan
     outcome = trainer.tune()
     if outcome.problem is None:
         raise SystemExit(f"no problem to predict from ({outcome.why}); is FXCOMM_CACHE set?")

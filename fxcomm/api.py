@@ -22,7 +22,7 @@ from fxcomm.runtime.tuning import Tuned
 
 
 def _models(module: nn.Module) -> list[ManagedModel]:
-    return REGISTRY.models_of(module.parameters())
+    return REGISTRY.models_in(module)
 
 
 @contextmanager

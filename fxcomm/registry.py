@@ -89,7 +89,7 @@ class Registry:
         self._by_serial[model.serial] = model
         self.refresh(model)
         for module in self._silent:
-            if model in self.models_of(module.parameters()):
+            if model in self.models_in(module):
                 model.silence(1)
 
     def _update_bucket(
@@ -125,17 +125,23 @@ class Registry:
         found = (self.find(p) for p in parameters)
         return list(dict.fromkeys(entry[0] for entry in found if entry is not None))
 
+    def models_in(self, module: nn.Module) -> list[ManagedModel]:
+        """The models that manage any parameter inside ``module``. Waits for none of their gathers,
+        as asking the module for its parameters would."""
+        held = (p for part in module.modules() for p in part._parameters.values())
+        return self.models_of(p for p in held if p is not None)
+
     @contextmanager
     def no_sync(self, module: nn.Module) -> Iterator[None]:
         """Silences the models inside ``module``, also those whose first forward comes later."""
         self._silent.append(module)
-        for model in self.models_of(module.parameters()):
+        for model in self.models_in(module):
             model.silence(1)
         try:
             yield
         finally:
             self._silent.remove(module)
-            for model in self.models_of(module.parameters()):
+            for model in self.models_in(module):
                 model.silence(-1)
 
     def managed(self, optimizer: torch.optim.Optimizer) -> Managed:

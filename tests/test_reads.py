@@ -500,3 +500,27 @@ def test_the_last_step_before_exit_is_applied(tmp_path: Path) -> None:
     expected = pytest.approx(model.weight.double().sum().item(), rel=1e-5)
     for destroys in ("early", "late", "never"):
         assert float((tmp_path / f"{destroys}.sum").read_text()) == expected
+
+
+def asking_job(rank: int, world_size: int) -> dict[str, int]:
+    """How many gathers are left in flight by what tells of a model and reads none of it."""
+    left = {}
+    with withheld_gathers():
+        made = trainer(rank, world_size, "gpt", EAGER)
+        for name, ask in {
+            "nothing": lambda: None,
+            "stats": lambda: fxcomm.stats(made.compiled),
+            "tuned": lambda: fxcomm.tuned(made.compiled),
+            "record_steps": lambda: fxcomm.record_steps(made.model).__enter__(),
+            "no_sync": lambda: fxcomm.no_sync(made.model).__enter__(),
+        }.items():
+            made.step()
+            ask()
+            left[name] = gathers_in_flight(made.model)
+    return left
+
+
+def test_what_reads_no_parameter_waits_for_none(ranks: Pools) -> None:
+    for left in ranks(2).run(asking_job):
+        assert left["nothing"] > 5
+        assert set(left.values()) == {left["nothing"]}
