@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from statistics import median
 
 import torch
@@ -15,8 +12,10 @@ from fxcomm.analysis.costs import LinkCosts, LinkCurve
 from fxcomm.communicator import Communicator, apply_calls, call_eagerly
 
 # Bytes of whole buckets. A bucket beyond the largest costs as the last two say.
-_SIZES = tuple(2**exponent for exponent in (14, 17, 20, 22, 24))
-_IN_FLIGHT = 3  # collectives at a time, as in a step: what one costs behind another
+_SIZES = tuple(2**exponent for exponent in (14, 18, 22, 24))
+# Collectives in flight together, as in a step: what one costs behind others. Buffers on the way
+# swallow some bytes at once, so that a few small messages say nothing of many.
+_MOST_IN_FLIGHT, _BYTES_IN_FLIGHT = 16, 2**22
 _REPEATS = 3
 _MATMUL = 192  # rows of the square matrices that stand for compute
 _CONTENTION_SHARE = 0.15  # of the time budget
@@ -28,18 +27,12 @@ def measure_link(
     """Costs of the collectives that a step makes on ``communicator``, on tensors of ``device``, in
     about ``budget_s`` seconds. Collective; every rank gets the same costs.
 
-    Sizes grow until the next one would not fit into the budget: a slow link is known after few.
+    Two sizes are measured on any link, larger ones as long as they fit into the budget: a slow link
+    is known after few.
     """
-    with _on_time() as spent:
-        reduce, gather = _curves(communicator, device, spent, (1 - _CONTENTION_SHARE) * budget_s)
+    reduce, gather = _curves(communicator, device, (1 - _CONTENTION_SHARE) * budget_s)
     contention = _contention(communicator, device, reduce, _CONTENTION_SHARE * budget_s)
     return LinkCosts(reduce, gather, _shared(communicator, device, contention))
-
-
-@contextmanager
-def _on_time() -> Iterator[Callable[[], float]]:
-    start = time.perf_counter()
-    yield lambda: time.perf_counter() - start
 
 
 def _shared(communicator: Communicator, device: torch.device, value: float) -> float:
@@ -50,24 +43,34 @@ def _shared(communicator: Communicator, device: torch.device, value: float) -> f
 
 
 def _curves(
-    communicator: Communicator, device: torch.device, spent: Callable[[], float], budget_s: float
+    communicator: Communicator, device: torch.device, budget_s: float
 ) -> tuple[LinkCurve, LinkCurve]:
     reduces: dict[float, list[float]] = {}
     gathers: dict[float, list[float]] = {}
-    for nbytes, following in itertools.zip_longest(_SIZES, _SIZES[1:], fillvalue=_SIZES[-1]):
+    spent = 0.0  # of times that all ranks share, so that all of them stop together
+    for nbytes in _SIZES:
         numel = nbytes // 4 // communicator.world_size * communicator.world_size
         buffer = torch.zeros(numel, device=device)
-        began = spent()
-        for turn in range(_REPEATS + (nbytes == _SIZES[0])):
+        if not reduces:  # opens connections
+            _time_reduces(communicator, buffer), _time_gathers(communicator, buffer)
+        for turn in range(_REPEATS):
             reduce = _shared(communicator, device, _time_reduces(communicator, buffer))
             gather = _shared(communicator, device, _time_gathers(communicator, buffer))
-            if turn or nbytes != _SIZES[0]:  # the very first one opens connections
-                reduces.setdefault(float(numel * 4), []).append(reduce)
-                gathers.setdefault(float(numel * 4), []).append(gather)
-        expected = spent() + following / nbytes * (spent() - began)
-        if _shared(communicator, device, expected) > budget_s:
+            reduces.setdefault(float(numel * 4), []).append(reduce)
+            gathers.setdefault(float(numel * 4), []).append(gather)
+            took = _in_flight(nbytes) * (reduce + gather)
+            spent += took
+            if turn and spent + took > budget_s:
+                break
+        # The next one is four times as many bytes, and as much time where bytes are what counts.
+        if len(reduces) > 1 and spent + 2 * 4 * took > budget_s:
             break
     return LinkCurve.through(reduces), LinkCurve.through(gathers)
+
+
+def _in_flight(nbytes: int) -> int:
+    """How many collectives of a size are measured together."""
+    return min(_MOST_IN_FLIGHT, max(2, _BYTES_IN_FLIGHT // nbytes))
 
 
 def _synchronize(device: torch.device) -> None:
@@ -78,28 +81,29 @@ def _synchronize(device: torch.device) -> None:
 def _time_reduces(communicator: Communicator, buffer: torch.Tensor) -> float:
     """Seconds for each of several reductions in flight together."""
     collective = communicator.reduce_scatter_mean(buffer.numel(), buffer.dtype)
-    wait = collective.finish[0]
+    wait, count = collective.finish[0], _in_flight(4 * buffer.numel())
     _synchronize(buffer.device)
     start = time.perf_counter()
     with compat.below_autograd():
         operands = [
-            apply_calls(collective.prepare, buffer.clone(), call_eagerly) for _ in range(_IN_FLIGHT)
+            apply_calls(collective.prepare, buffer.clone(), call_eagerly) for _ in range(count)
         ]
         for landed in [call_eagerly(collective.launch, operand) for operand in operands]:
             call_eagerly(wait, landed)
     _synchronize(buffer.device)
-    return (time.perf_counter() - start) / _IN_FLIGHT
+    return (time.perf_counter() - start) / count
 
 
 def _time_gathers(communicator: Communicator, buffer: torch.Tensor) -> float:
     """Seconds for each of several gathers in flight together."""
-    buffers = [buffer.clone() for _ in range(_IN_FLIGHT)]
+    count = _in_flight(4 * buffer.numel())
+    buffers = [buffer.clone() for _ in range(count)]
     _synchronize(buffer.device)
     start = time.perf_counter()
     for work in [communicator.all_gather(b, tag) for tag, b in enumerate(buffers)]:
         work.wait()
     _synchronize(buffer.device)
-    return (time.perf_counter() - start) / _IN_FLIGHT
+    return (time.perf_counter() - start) / count
 
 
 def _contention(

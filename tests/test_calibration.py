@@ -97,5 +97,7 @@ def test_all_ranks_measure_the_same(ranks: Pools, world_size: int, budget_s: flo
     for curve in (costs[0].reduce, costs[0].gather):
         assert all(s > 0 for _, s in curve.points)
         assert all(nbytes % (4 * world_size) == 0 for nbytes, _ in curve.points)
-    assert len(costs[0].reduce.points) == (1 if budget_s == 0 else len(costs[0].gather.points))
+    assert len(costs[0].reduce.points) == len(costs[0].gather.points) >= 2
+    if budget_s == 0:
+        assert len(costs[0].reduce.points) == 2, "no more than it must"
     assert 1 <= costs[0].contention < 100
