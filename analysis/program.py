@@ -547,8 +547,9 @@ def step_program(rank: int, micro_steps: Sequence[MicroStep], arena: ArenaPlan) 
     has a part in them.
 
     A backward that reduces launches, when it ends, the buckets that its graphs did not launch, in
-    order. Buckets are updated and gathered in the plan's ``gather_order``, each when its reduction
-    and those of the buckets before it were waited for. The step ends with a wait for the gathers
+    order. Buckets that a graph updates are updated and gathered there, the others when the
+    optimizer steps, in the plan's ``gather_order``, each when its reduction and those of the
+    buckets before it were waited for. The step ends with a wait for the gathers
     that are not deferred; deferred ones that no forward waits for are waited for before the next
     update. The runtime keeps under the plan's ``in_flight_bytes``: before a launch, and before a
     graph that launches, it waits for the oldest collectives if need be.
