@@ -7,10 +7,10 @@ Times are in seconds. Every answer is exact for the graph as it stands, ORDER ed
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from operator import itemgetter
+from operator import add, itemgetter
 
 from fxcomm.analysis.step_graph import PhaseKind, Role, StepGraph, Why
 
@@ -77,7 +77,7 @@ def earliest_launch(step: StepGraph, bucket: int, role: Role) -> Launch:
     Raises ValueError if the step has no such operation.
     """
     name = operation_of(step, bucket, role)
-    return Launch(latest_of(step, step.same_step.pred[name]), step.earliest_starts[name])
+    return Launch(latest_of(step, step.predecessors(name)), step.earliest_starts[name])
 
 
 def latest_wait(step: StepGraph, bucket: int, role: Role) -> Wait:
@@ -88,7 +88,7 @@ def latest_wait(step: StepGraph, bucket: int, role: Role) -> Wait:
     """
     name = operation_of(step, bucket, role)
     carried_of: dict[str, int] = {}
-    for _, target, dependency in step.outgoing[name]:
+    for _, target, dependency in step.outgoing.get(name, ()):
         if dependency.why is Why.DATA:
             carried = carried_of.setdefault(target, dependency.carried)
             carried_of[target] = min(carried, dependency.carried)
@@ -157,16 +157,13 @@ def slack(step: StepGraph) -> dict[str, float]:
 
 def critical_path(step: StepGraph) -> CriticalPath:
     """A longest chain of operations of one step, from its start to its end."""
-    starts = step.earliest_starts
-
-    def end(name: str) -> float:
-        return starts[name] + step.operations[name].seconds
-
+    ends = list(map(add, step.earliest, step.costs))
     path: list[str] = []
-    candidates: Iterable[str] = step.order
+    candidates: Sequence[int] = range(len(ends))
     while candidates:
-        path.append(max(candidates, key=end))
-        candidates = step.same_step.pred[path[-1]]
+        last = max(candidates, key=ends.__getitem__)
+        path.append(step.order[last])
+        candidates = step.before[last]
     return CriticalPath(tuple(reversed(path)), step.seconds)
 
 
@@ -212,17 +209,15 @@ def _forward_readers(step: StepGraph, parameter: str) -> tuple[str, ...]:
 
 def _latest_starts_over_the_boundary(step: StepGraph) -> dict[str, float]:
     """Like ``step.latest_starts``, but what only later steps wait for may run until they do."""
-    ends: dict[str, float] = {}
+    until: dict[str, float] = {}
     for source, target, dependency in step.carried_edges:
         end = dependency.carried * step.seconds + step.latest_starts[target]
-        ends[source] = min(end, ends.get(source, math.inf))
-    starts: dict[str, float] = {}
-    for name in reversed(step.order):
-        following = [starts[s] for s in step.same_step.succ[name]]
-        if name in ends:
-            following.append(ends[name])
-        starts[name] = min(following, default=step.seconds) - step.operations[name].seconds
-    return starts
+        until[source] = min(end, until.get(source, math.inf))
+    ends = [
+        until.get(name, math.inf if targets else step.seconds)
+        for name, targets in zip(step.order, step.after, strict=True)
+    ]
+    return dict(zip(step.order, step.latest(ends), strict=True))
 
 
 @dataclass(frozen=True)
@@ -242,32 +237,36 @@ class _Hubs:
 
 
 def _hubs(step: StepGraph) -> _Hubs:
-    exact = {name: Fraction(operation.seconds) for name, operation in step.operations.items()}
-    scale = math.lcm(*{seconds.denominator for seconds in exact.values()})
-    cost = {name: int(seconds * scale) for name, seconds in exact.items()}
-    fewest: dict[tuple[str, str], int] = {}
+    exact = [float(seconds).as_integer_ratio() for seconds in step.costs]
+    scale = math.lcm(*{denominator for _, denominator in exact})
+    cost = [numerator * (scale // denominator) for numerator, denominator in exact]
+    fewest: dict[tuple[int, int], int] = {}
     for source, target, dependency in step.carried_edges:
-        steps = fewest.setdefault((source, target), dependency.carried)
-        fewest[source, target] = min(steps, dependency.carried)
+        ends = step.position[source], step.position[target]
+        fewest[ends] = min(dependency.carried, fewest.get(ends, dependency.carried))
+    chain_of = [step.chains[name][0] for name in step.order]
     # An edge that skips along a chain is never longer than the chain.
-    crossing = [e for e in step.same_step.edges if step.chains[e[0]][0] != step.chains[e[1]][0]]
-    names = sorted(
-        {name for e in (*crossing, *fewest) for name in e}, key=step.position.__getitem__
-    )
-    number = {name: index for index, name in enumerate(names)}
+    crossing = [
+        (source, target)
+        for target, sources in enumerate(step.before)
+        for source in sources
+        if chain_of[source] != chain_of[target]
+    ]
+    places = sorted({place for ends in (*crossing, *fewest) for place in ends})
+    number = {place: index for index, place in enumerate(places)}
     edges = [(number[u], number[v], cost[u]) for u, v in crossing]
     # By chain: the last hub on it, the cost up to that hub, and the cost so far.
     along: dict[int, tuple[int | None, int, int]] = {}
-    for name in step.order:
-        chain = step.chains[name][0]
+    for place, chain in enumerate(chain_of):
         last, then, now = along.get(chain, (None, 0, 0))
-        if name in number:
+        if place in number:
             if last is not None:
-                edges.append((last, number[name], now - then))
-            last, then = number[name], now
-        along[chain] = last, then, now + cost[name]
+                edges.append((last, number[place], now - then))
+            last, then = number[place], now
+        along[chain] = last, then, now + cost[place]
     edges.sort(key=itemgetter(1))
     carried = [(number[u], number[v], cost[u], steps) for (u, v), steps in fewest.items()]
+    names = [step.order[place] for place in places]
     return _Hubs(names, edges, carried, Fraction(1, scale))
 
 

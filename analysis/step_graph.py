@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from operator import add
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -133,7 +134,9 @@ class StepGraph:
     """An immutable graph of operations.
 
     Two operations may be joined by several edges, one for each distinct ``Dependency``; equal
-    edges are one. Everything derived is computed once, at its first use, in linear time.
+    edges are one. Everything derived is computed once, at its first use, in linear time. Walks over
+    the whole graph go by position in ``order`` and not by name: lists of numbers in the order of
+    the walk stay in the processor's caches where tables of names do not.
     """
 
     def __init__(self, operations: Iterable[Operation], edges: Iterable[Edge] = ()) -> None:
@@ -144,17 +147,21 @@ class StepGraph:
             if operation.name in known:
                 raise ValueError(f"two operations are named {operation.name!r}")
             known[operation.name] = operation
-        outgoing: dict[str, dict[Edge, None]] = {name: {} for name in known}
-        for edge in edges:
-            for end in (edge.source, edge.target):
-                if end not in known:
-                    raise ValueError(
-                        f"edge {edge.source!r} -> {edge.target!r}: there is no operation {end!r}"
-                    )
-            outgoing[edge.source][edge] = None
         self._operations = MappingProxyType(known)
-        self._outgoing = MappingProxyType({name: tuple(out) for name, out in outgoing.items()})
+        self._edges = tuple(dict.fromkeys(edges))
+        self._ends = self._numbered_ends()
         _ = self.order  # raises for a cycle
+
+    def _numbered_ends(self) -> Sequence[tuple[int, int]]:
+        """Source and target of each edge, as numbers of operations in the given order."""
+        number = {name: index for index, name in enumerate(self.operations)}
+        try:
+            return [(number[source], number[target]) for source, target, _ in self.edges]
+        except KeyError as error:
+            source, target, _ = next(edge for edge in self.edges if error.args[0] in edge)
+            raise ValueError(
+                f"edge {source!r} -> {target!r}: there is no operation {error}"
+            ) from None
 
     @property
     def operations(self) -> Mapping[str, Operation]:
@@ -162,14 +169,17 @@ class StepGraph:
         return self._operations
 
     @property
-    def outgoing(self) -> Mapping[str, tuple[Edge, ...]]:
-        """The edges from each operation, by its name."""
-        return self._outgoing
+    def edges(self) -> tuple[Edge, ...]:
+        """All edges, in the order in which they were given."""
+        return self._edges
 
     @cached_property
-    def edges(self) -> tuple[Edge, ...]:
-        """All edges, grouped by source."""
-        return tuple(edge for edges in self._outgoing.values() for edge in edges)
+    def outgoing(self) -> Mapping[str, tuple[Edge, ...]]:
+        """The edges from each operation that has some, by its name."""
+        outgoing: dict[str, list[Edge]] = {}
+        for edge in self.edges:
+            outgoing.setdefault(edge.source, []).append(edge)
+        return MappingProxyType({name: tuple(edges) for name, edges in outgoing.items()})
 
     @cached_property
     def graph(self) -> nx.MultiDiGraph:
@@ -187,20 +197,18 @@ class StepGraph:
         return tuple(edge for edge in self.edges if edge.dependency.carried)
 
     @cached_property
-    def same_step(self) -> nx.DiGraph:
-        """The graph of names without carried edges; frozen, and acyclic."""
-        graph = nx.DiGraph()
-        graph.add_nodes_from(self.operations)
-        graph.add_edges_from((e.source, e.target) for e in self.edges if not e.dependency.carried)
-        return nx.freeze(graph)
-
-    @cached_property
     def order(self) -> tuple[str, ...]:
         """All names, each after those on which it depends within the step."""
+        names = tuple(self.operations)
+        graph = nx.DiGraph()
+        graph.add_nodes_from(range(len(names)))
+        graph.add_edges_from(
+            ends for ends, e in zip(self._ends, self.edges, strict=True) if not e.dependency.carried
+        )
         try:
-            return tuple(nx.topological_sort(self.same_step))
+            return tuple(names[number] for number in nx.topological_sort(graph))
         except nx.NetworkXUnfeasible:
-            cycle = [source for source, _ in nx.find_cycle(self.same_step)]
+            cycle = [names[source] for source, _ in nx.find_cycle(graph)]
             raise ValueError(
                 f"operations wait for each other within one step: {' -> '.join(cycle + cycle[:1])}"
             ) from None
@@ -211,29 +219,63 @@ class StepGraph:
         return MappingProxyType({name: place for place, name in enumerate(self.order)})
 
     @cached_property
+    def before(self) -> Sequence[Sequence[int]]:
+        """By position: the positions of the operations from which an edge within the step leads
+        here, each once."""
+        sources: list[list[int]] = [[] for _ in self.order]
+        for source, target in dict.fromkeys(self._same_step_places()):
+            sources[target].append(source)
+        return tuple(map(tuple, sources))
+
+    def _same_step_places(self, *why: Why) -> Iterator[tuple[int, int]]:
+        """Positions of source and target of each edge within the step that is there for a reason
+        of ``why``, by default any."""
+        places = [self.position[name] for name in self.operations]
+        for (source, target), edge in zip(self._ends, self.edges, strict=True):
+            if not edge.dependency.carried and (not why or edge.dependency.why in why):
+                yield places[source], places[target]
+
+    @cached_property
+    def after(self) -> Sequence[Sequence[int]]:
+        """By position: the positions of the operations to which an edge within the step leads."""
+        targets: list[list[int]] = [[] for _ in self.order]
+        for target, sources in enumerate(self.before):
+            for source in sources:
+                targets[source].append(target)
+        return tuple(map(tuple, targets))
+
+    def predecessors(self, name: str) -> tuple[str, ...]:
+        """The operations that ``name`` directly depends on within the step."""
+        return tuple(self.order[place] for place in self.before[self.position[name]])
+
+    @cached_property
     def chains(self) -> Mapping[str, tuple[int, int]]:
         """By name, a chain of ORDER edges and the place on it; each name is on exactly one chain.
 
         Of two names on one chain, the later place depends on the earlier. This answers most
         questions of reachability without a search.
         """
-        order_edge = Dependency(Why.ORDER)
-        before: dict[str, list[str]] = {}
-        for source, target, dependency in self.edges:
-            if dependency == order_edge:
-                before.setdefault(target, []).append(source)
-        places: dict[str, tuple[int, int]] = {}
-        ends: list[str] = []
-        for name in self.order:
-            for source in before.get(name, ()):
-                if ends[places[source][0]] == source:
-                    chain, place = places[source]
-                    places[name], ends[chain] = (chain, place + 1), name
+        return MappingProxyType(dict(zip(self.order, self._chains, strict=True)))
+
+    @cached_property
+    def _chains(self) -> Sequence[tuple[int, int]]:
+        """``chains`` by position."""
+        earlier: list[list[int]] = [[] for _ in self.order]
+        for source, target in self._same_step_places(Why.ORDER):
+            earlier[target].append(source)
+        places: list[tuple[int, int]] = []
+        ends: list[int] = []
+        for here, sources in enumerate(earlier):
+            for source in sources:
+                chain, place = places[source]
+                if ends[chain] == source:
+                    places.append((chain, place + 1))
+                    ends[chain] = here
                     break
             else:
-                places[name] = len(ends), 0
-                ends.append(name)
-        return MappingProxyType(places)
+                places.append((len(ends), 0))
+                ends.append(here)
+        return places
 
     def depends_on(self, later: str, earlier: str) -> bool:
         """Whether ``later`` comes after ``earlier`` within the step, over any number of edges.
@@ -241,41 +283,40 @@ class StepGraph:
         At once if ``earlier`` is on one of the longest ORDER chains; else after a walk over what
         comes after it, up to those chains.
         """
-        seen: set[str] = set()
-        pending = [earlier]
+        goal, start = self.position[later], self.position[earlier]
+        seen: set[int] = set()
+        pending = [start]
         while pending:
-            name = pending.pop()
-            if name in seen or self.position[name] > self.position[later]:
+            here = pending.pop()
+            if here in seen or here > goal:
                 continue
-            seen.add(name)
-            if name == later:
-                return later != earlier
-            chain, place = self.chains[name]
+            seen.add(here)
+            if here == goal:
+                return goal != start
+            chain, place = self._chains[here]
             slot = self._slots.get(chain)
             if slot is None:
-                pending.extend(self.same_step.succ[name])
-            elif self._clocks[later][slot] >= place:
+                pending.extend(self.after[here])
+            elif self._clocks[slot][goal] >= place:
                 return True
         return False
 
     @cached_property
     def _slots(self) -> Mapping[int, int]:
         """The longest chains, numbered; a fixed count of them, to bound the work."""
-        lengths = Counter(chain for chain, _ in self.chains.values())
+        lengths = Counter(chain for chain, _ in self._chains)
         longest = [chain for chain, length in lengths.most_common(_CLOCKED_CHAINS) if length > 1]
         return {chain: slot for slot, chain in enumerate(longest)}
 
     @cached_property
-    def _clocks(self) -> Mapping[str, list[int]]:
-        """How far along each of the longest chains a name and what it depends on have come."""
-        clocks: dict[str, list[int]] = {}
-        for name in self.order:
-            before = [clocks[source] for source in self.same_step.pred[name]]
-            clock = list(map(max, zip(*before, strict=True))) if before else [-1] * len(self._slots)
-            chain, place = self.chains[name]
-            if chain in self._slots:
-                clock[self._slots[chain]] = place
-            clocks[name] = clock
+    def _clocks(self) -> Sequence[Sequence[int]]:
+        """By slot and position: how far along that chain it and what it depends on have come."""
+        clocks: list[list[int]] = []
+        for clocked in self._slots:
+            clocks.append(clock := [])
+            for sources, (chain, place) in zip(self.before, self._chains, strict=True):
+                here = max([clock[source] for source in sources], default=-1)
+                clock.append(place if chain == clocked else here)
         return clocks
 
     @cached_property
@@ -308,32 +349,46 @@ class StepGraph:
         return MappingProxyType(found)
 
     @cached_property
+    def costs(self) -> Sequence[float]:
+        """By position: the seconds that the operation takes."""
+        return tuple(self.operations[name].seconds for name in self.order)
+
+    @cached_property
+    def earliest(self) -> Sequence[float]:
+        """``earliest_starts`` by position."""
+        starts: list[float] = []
+        ends: list[float] = []
+        for sources, cost in zip(self.before, self.costs, strict=True):
+            starts.append(max([ends[source] for source in sources], default=0.0))
+            ends.append(starts[-1] + cost)
+        return starts
+
+    @cached_property
     def earliest_starts(self) -> Mapping[str, float]:
         """Seconds after the step's start at which each operation can start (as soon as possible),
         if nothing but same-step edges holds it back."""
-        starts: dict[str, float] = {}
-        for name in self.order:
-            starts[name] = max(
-                (starts[p] + self.operations[p].seconds for p in self.same_step.pred[name]),
-                default=0.0,
-            )
-        return MappingProxyType(starts)
+        return MappingProxyType(dict(zip(self.order, self.earliest, strict=True)))
 
     @cached_property
     def seconds(self) -> float:
         """Length of one step by itself: its critical path, without what streams cannot share."""
-        starts = self.earliest_starts
-        return max((starts[name] + o.seconds for name, o in self.operations.items()), default=0.0)
+        return max(map(add, self.earliest, self.costs), default=0.0)
+
+    def latest(self, ends: Sequence[float]) -> Sequence[float]:
+        """By position, the latest start of each operation that ends by its one of ``ends`` (seconds
+        after the step's start), as does all that depends on it within the step."""
+        starts = list(ends)
+        for here in reversed(range(len(starts))):
+            end = min([starts[target] for target in self.after[here]], default=ends[here])
+            starts[here] = min(ends[here], end) - self.costs[here]
+        return starts
 
     @cached_property
     def latest_starts(self) -> Mapping[str, float]:
         """Seconds after the step's start at which each operation must start (as late as possible)
         for the step not to become longer than ``seconds``."""
-        starts: dict[str, float] = {}
-        for name in reversed(self.order):
-            end = min((starts[s] for s in self.same_step.succ[name]), default=self.seconds)
-            starts[name] = end - self.operations[name].seconds
-        return MappingProxyType(starts)
+        starts = self.latest([self.seconds] * len(self.order))
+        return MappingProxyType(dict(zip(self.order, starts, strict=True)))
 
     def last_on_chains(self, names: Iterable[str]) -> tuple[str, ...]:
         """``names`` less those that an ORDER chain already puts before another of them."""

@@ -7,8 +7,8 @@ and for one of 240.
 A step is captured and lowered as on a rank (of a fake process group, without Inductor). Analysis is
 the step graph, every query on every bucket and parameter, slack and bounds; verification reads the
 lowered graphs and checks their program. Prints medians of the runs, in seconds of processor time
-(all of it is one thread of Python), and ratios to the first model. What tracing leaves on the heap,
-which grows with the model, is kept from the garbage collector: with ``--collect-all`` it is not.
+(all of it is one thread of Python), and ratios to the first model. The garbage collector pauses, as
+it does where fxcomm verifies a step: with ``--collect`` it runs.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -39,6 +40,7 @@ from fxcomm.analysis.dependencies import (
 )
 from fxcomm.analysis.step_graph import StepGraph
 from fxcomm.analysis.verify import require_valid
+from fxcomm.runtime.collector import paused_collector
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -91,15 +93,16 @@ def run(captured: CapturedStep) -> tuple[float, float, float]:
     return graph_s, queries_s, verification_s
 
 
-def measure(layers: int, runs: int, *, collect_all: bool) -> Row:
+def measure(layers: int, runs: int, *, collect: bool) -> Row:
     """The times for a GPT of so many layers."""
     torch._dynamo.reset()
     captured = capture_gpt(layers)
-    gc.collect()
-    if not collect_all:
-        gc.freeze()
-    parts = zip(*(run(captured) for _ in range(runs)), strict=True)
-    gc.unfreeze()
+    times = []
+    for _ in range(runs):
+        gc.collect()
+        with nullcontext() if collect else paused_collector():
+            times.append(run(captured))
+    parts = zip(*times, strict=True)
     buckets = len(captured.arena.plan.layout.buckets)
     return Row(layers, captured.node_count, buckets, *map(statistics.median, parts))
 
@@ -123,15 +126,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--layers", type=int, nargs="+", default=[24, 240])
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--collect-all", action="store_true")
+    parser.add_argument("--collect", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     # Dynamo traces deep models by recursion.
     sys.setrecursionlimit(100_000)
     dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=WORLD)
     rows = [
-        measure(layers, arguments.runs, collect_all=arguments.collect_all)
-        for layers in arguments.layers
+        measure(layers, arguments.runs, collect=arguments.collect) for layers in arguments.layers
     ]
     dist.destroy_process_group()
     print(table(rows))

@@ -22,6 +22,7 @@ from fxcomm.analysis.program import (
     step_program,
 )
 from fxcomm.analysis.verify import require_valid
+from fxcomm.runtime.collector import paused_collector
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +44,7 @@ class GraphRun:
     backward: GraphActions | None = None
 
 
+@paused_collector()
 def read_forward(
     graph: torch.fx.Graph, parameter_inputs: Mapping[int, str], uses: Sequence[int]
 ) -> ForwardGraph:
@@ -55,6 +57,7 @@ def read_forward(
     )
 
 
+@paused_collector()
 def require_valid_step(
     rank: int,
     runs: Sequence[GraphRun],
