@@ -313,7 +313,8 @@ class StepGraph:
         """By slot and position: how far along that chain it and what it depends on have come."""
         clocks: list[list[int]] = []
         for clocked in self._slots:
-            clocks.append(clock := [])
+            clock: list[int] = []
+            clocks.append(clock)
             for sources, (chain, place) in zip(self.before, self._chains, strict=True):
                 here = max([clock[source] for source in sources], default=-1)
                 clock.append(place if chain == clocked else here)
