@@ -54,13 +54,16 @@ def _least_compute(problem: StepProblem) -> float:
 
 
 def _updates(problem: StepProblem) -> float:
+    if not problem.tensors:
+        return 0.0
     return problem.update_latency + problem.update_per_byte * problem.nbytes
 
 
 def _compute(problem: StepProblem) -> Bound:
-    """All compute, two launches, and the norm's all-reduce; compute that runs beside the link is
-    slower: in ``L`` seconds of the link it gets at most ``L / contention`` done."""
-    stands = 2 * problem.launch + (problem.norm or 0.0)
+    """All compute, a launch of each kind, and the norm's all-reduce; compute that runs beside the
+    link is slower: in ``L`` seconds of the link it gets at most ``L / contention`` done."""
+    launches = 2 if problem.tensors else 0
+    stands = launches * problem.launch + (problem.norm or 0.0)
     work, link = _least_compute(problem), _least_link(problem)
     # What the link does while compute stands anyway slows nothing.
     slowed = min(max(0.0, link - stands), work * problem.contention)

@@ -134,6 +134,23 @@ class TensorTimes:
         return self.numel * self.itemsize
 
 
+_NUMBERS = (
+    "forward",
+    "backward",
+    "launch",
+    "held",
+    "between",
+    "norm",
+    "update_latency",
+    "update_per_byte",
+    "contention",
+)
+
+
+def _finite(seconds: float) -> float | None:
+    return seconds if math.isfinite(seconds) else None
+
+
 @dataclass(frozen=True)
 class StepProblem:
     """One steady-state training step on one rank.
@@ -177,6 +194,38 @@ class StepProblem:
         ready = [tensor.ready for tensor in self.tensors]
         if ready != sorted(ready):
             raise ValueError("tensors are not in the order in which their gradients are ready")
+
+    def to_json(self) -> str:
+        """The problem as JSON text; what is infinite is null."""
+        tensors = [
+            [t.name, t.numel, t.itemsize, t.ready, t.last_read, _finite(t.needed)]
+            for t in self.tensors
+        ]
+        plain = {name: getattr(self, name) for name in _NUMBERS}
+        curves = {"reduce": self.reduce.points, "gather": self.gather.points}
+        return json.dumps({"tensors": tensors, "borders": self.borders, **plain, **curves})
+
+    @classmethod
+    def from_json(cls, text: str) -> StepProblem:
+        """Reads :meth:`to_json`'s text.
+
+        Raises:
+            ValueError: the text is none.
+        """
+        try:
+            fields = json.loads(text)
+            rows = fields.pop("tensors")
+            tensors = (
+                TensorTimes(*row[:5], math.inf if row[5] is None else row[5]) for row in rows
+            )
+            curves = {
+                name: LinkCurve(tuple((float(b), float(s)) for b, s in fields.pop(name)))
+                for name in ("reduce", "gather")
+            }
+            borders = tuple(map(int, fields.pop("borders")))
+            return cls(tensors=tuple(tensors), borders=borders, **curves, **fields)
+        except (TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+            raise ValueError(f"not a step problem: {error!r}") from error
 
     @property
     def compute(self) -> float:

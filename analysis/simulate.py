@@ -63,7 +63,7 @@ def step_seconds(problem: StepProblem, schedule: Schedule) -> float:
 
 
 def _steady(problem: StepProblem, schedule: Schedule, keeps_timeline: bool) -> SimulatedStep:
-    machine = _Machine(_Prepared.of(problem, schedule))
+    machine = _Machine(_Prepared.of(problem, schedule), keeps_timeline)
     state, length = machine.carried(), -1.0
     for _ in range(_MOST_STEPS):
         seconds = machine.run_step()
@@ -71,9 +71,6 @@ def _steady(problem: StepProblem, schedule: Schedule, keeps_timeline: bool) -> S
         if _equal(length, seconds) and _all_equal(known, state):
             break
         length = seconds
-    if keeps_timeline:
-        machine.spans = []
-        machine.run_step()
     return machine.result()
 
 
@@ -173,15 +170,16 @@ class _Line:
 class _Machine:
     """The compute stream and the link, at a moment of ``now`` seconds into the step."""
 
-    def __init__(self, prepared: _Prepared) -> None:
+    def __init__(self, prepared: _Prepared, keeps_timeline: bool) -> None:
         self._at = prepared
+        self._keeps_timeline = keeps_timeline
         self._lines = (_Line(REDUCE_ROW), _Line(GATHER_ROW))
-        self.spans: list[Span] | None = None
         self._begin()
 
     def _begin(self) -> None:
         count = len(self._at.schedule.buckets)
         self._now = 0.0
+        self._spans: list[Span] = []
         self._idle = 0.0
         self._exposed = ([0.0] * count, [0.0] * count)
         self._norm = 0.0
@@ -197,7 +195,7 @@ class _Machine:
     def result(self) -> SimulatedStep:
         """The last step that ran."""
         reduce, gather = map(tuple, self._exposed)
-        spans = () if self.spans is None else tuple(sorted(self.spans, key=lambda s: s.start))
+        spans = tuple(sorted(self._spans, key=lambda span: span.start))
         return SimulatedStep(self._now, reduce, gather, self._norm, self._idle, self._peak, spans)
 
     def run_step(self) -> float:
@@ -350,5 +348,5 @@ class _Machine:
                 line.left[0] -= work
 
     def _note(self, row: str, kind: str, bucket: int | None, start: float) -> None:
-        if self.spans is not None:
-            self.spans.append(Span(row, kind, bucket, start, self._now))
+        if self._keeps_timeline:
+            self._spans.append(Span(row, kind, bucket, start, self._now))

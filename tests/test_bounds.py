@@ -51,6 +51,11 @@ def test_compute_is_a_bound() -> None:
     assert bound.reason.startswith("compute: 12750.0 ms")
 
 
+def test_a_step_without_tensors_is_its_compute() -> None:
+    problem = problem_of([], [], launch=1.0, update_latency=1.0, between=0.5)
+    assert lower_bound(problem).seconds == step_seconds(problem, every(problem)) == 12.5
+
+
 def test_compute_beside_the_link_is_slower() -> None:
     problem = problem_of([0.0], [float("inf")], sizes=[4], contention=2.0)
     assert lower_bound(problem).seconds == 16 == step_seconds(problem, every(problem))
