@@ -89,13 +89,15 @@ class GlooCommunicator(_GroupCommunicator):
 
     def all_gather(self, buffer: torch.Tensor, tag: int) -> Waitable:
         slices = _real(buffer).chunk(self.world_size)
-        works: list[Waitable] = []
-        # Each rank begins with its next neighbour, so that no rank is everyone's first target.
-        for distance in range(1, self.world_size):
-            to = (self.rank + distance) % self.world_size
-            source = (self.rank - distance) % self.world_size
-            works.append(compat.send(self.group, slices[self.rank], to, tag))
-            works.append(compat.receive(self.group, slices[source], source, tag))
+        others = range(1, self.world_size)
+        # gloo sends when the other side has told where to receive. Receives come first: told after
+        # a message has begun, it would wait for that message's end, and each direction of the link
+        # for the other. Each rank begins with its next neighbour, so that no rank is everyone's
+        # first target.
+        sources = [(self.rank - distance) % self.world_size for distance in others]
+        targets = [(self.rank + distance) % self.world_size for distance in others]
+        works = [compat.receive(self.group, slices[source], source, tag) for source in sources]
+        works += [compat.send(self.group, slices[self.rank], to, tag) for to in targets]
         return _Together(tuple(works))
 
     def reduce_scatter_mean(self, numel: int, dtype: torch.dtype) -> Collective:
