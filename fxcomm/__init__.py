@@ -25,7 +25,7 @@ from fxcomm.errors import (
 )
 from fxcomm.options import Options
 from fxcomm.runtime.statistics import StepStats
-from fxcomm.runtime.tuning import Tuned
+from fxcomm.tuned import Tuned
 
 __version__ = "0.1.0"
 

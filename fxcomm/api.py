@@ -18,7 +18,7 @@ from fxcomm.registry import REGISTRY
 from fxcomm.runtime.model import ManagedModel
 from fxcomm.runtime.optimizer import AdoptedOptimizer
 from fxcomm.runtime.statistics import StepStats
-from fxcomm.runtime.tuning import Tuned
+from fxcomm.tuned import Tuned
 
 
 def _models(module: nn.Module) -> list[ManagedModel]:

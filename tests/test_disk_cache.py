@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fxcomm.analysis.costs import LinkCosts
 from fxcomm.runtime.disk_cache import DiskCache, fingerprint
 from fxcomm.runtime.tuned_model import Tuning
-from fxcomm.runtime.tuning import Tuned
+from fxcomm.tuned import Tuned
 from tests.oracle import Trained, assert_equal_training, train_alone
 from tests.ranks import Ranks
 from tests.test_tuning import tuned_job

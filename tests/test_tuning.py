@@ -28,7 +28,8 @@ from fxcomm.plan import GraphExecution, ObservedBackward, OverlapPlan, baseline_
 from fxcomm.registry import REGISTRY
 from fxcomm.runtime import tuning
 from fxcomm.runtime.tuned_model import Tuning
-from fxcomm.runtime.tuning import _MEASURED, _WARM_UP, Searched, Tuned, tune
+from fxcomm.runtime.tuning import _MEASURED, _WARM_UP, Searched, tune
+from fxcomm.tuned import Tuned
 from tests.oracle import Trained, adamw, assert_equal_training, train_alone, train_compiled
 from tests.ranks import Ranks
 from tests.zoo import ZOO

@@ -55,8 +55,8 @@ from fxcomm.runtime.parameters import ManagedParameter
 from fxcomm.runtime.replay import replayed_plan
 from fxcomm.runtime.statistics import GraphMarks, StepMeter
 from fxcomm.runtime.tuned_model import Tuning
-from fxcomm.runtime.tuning import Tuned
 from fxcomm.runtime.verification import ForwardGraph, GraphRun, require_valid_step
+from fxcomm.tuned import Tuned
 
 # Baselines by what they are made of: buckets of 25 MB, or what needs no measured times.
 _FIXED = ("bucket-25mb", "dear")

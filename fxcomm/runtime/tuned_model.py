@@ -8,6 +8,7 @@ import platform
 import sys
 import weakref
 from collections.abc import Generator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,8 @@ from fxcomm.analysis.search import Limits
 from fxcomm.plan import OverlapPlan, misfits
 from fxcomm.runtime.arena import ShardedArena
 from fxcomm.runtime.disk_cache import DiskCache, fingerprint
-from fxcomm.runtime.tuning import Named, Searched, Tuned, tune
+from fxcomm.runtime.tuning import Named, Searched, tune
+from fxcomm.tuned import Tuned
 
 if TYPE_CHECKING:
     from fxcomm.runtime.model import ManagedModel
@@ -78,16 +80,17 @@ class Tuning:
         known = self._cache.get("plan", self._fingerprint) if self.rank == 0 else None
         text = self.from_rank_zero("a plan tuned earlier", known or "")
         try:
-            plan = OverlapPlan.from_json(text)
+            outcome = Tuned.from_json(text)
         except ValueError:
             return False
+        plan = outcome.plan
         specs = [p.spec for p in self._arena.parameters]
         world_size = self._model.environment.world_size
         if misfits(plan, specs, world_size=world_size, split=True):
             return False
         self.switch(plan)
         self.forget_plans()
-        self.outcome = Tuned(plan, f"{plan.name!r} is from an earlier run's tuning", {}, {})
+        self.outcome = replace(outcome, why=f"{plan.name!r} is from an earlier run's tuning")
         return True
 
     @staticmethod
@@ -120,7 +123,7 @@ class Tuning:
         if self.rank == 0:
             _log.info("tuning: %s; measured %s", outcome.why, outcome.measured)
             if outcome.measured:
-                self._cache.put("plan", self._fingerprint, outcome.plan.to_json())
+                self._cache.put("plan", self._fingerprint, outcome.to_json())
 
     def _say(self, what: str, last: bool = False) -> None:
         """A progress line on rank 0's terminal."""

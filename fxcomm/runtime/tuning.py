@@ -17,12 +17,13 @@ from typing import Any, Protocol
 from fxcomm.analysis.baselines import baseline
 from fxcomm.analysis.bounds import gap
 from fxcomm.analysis.costs import LinkCosts, Schedule, StepProblem
-from fxcomm.analysis.measured import MeasuredStep
+from fxcomm.analysis.measured import MeasuredStep, timeline_of
 from fxcomm.analysis.measured_problem import problem_of
 from fxcomm.analysis.schedules import planned, schedule_of
 from fxcomm.analysis.search import Limits, search
 from fxcomm.analysis.simulate import step_seconds
 from fxcomm.plan import OverlapPlan
+from fxcomm.tuned import Tuned
 
 _log = logging.getLogger("fxcomm")
 
@@ -30,6 +31,7 @@ _log = logging.getLogger("fxcomm")
 _WARM_UP = 4
 _AFTER_SWITCH = 2
 _MEASURED = 6
+_TOLD = 2  # steps on the timeline that is kept: gathers of the first end in the second
 _TURNS = 2  # of the plan that was found, each followed by one of the first plan
 _WORTH_TRYING = 0.01  # predicted gain, as a part of the step
 
@@ -62,19 +64,6 @@ class Tunable(Protocol):
     def from_rank_zero(self, topic: str, text: str) -> str: ...
     def switch(self, plan: OverlapPlan) -> None: ...
     def forget_plans(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Tuned:
-    """What tuning came to: the plan that stays, and seconds of a step by plan, measured and (but
-    for the first plan's) predicted. ``why`` it ended, in words. ``problem`` is what the search was
-    for, None if it never came to one."""
-
-    plan: OverlapPlan
-    why: str
-    measured: dict[str, float]
-    predicted: dict[str, float]
-    problem: StepProblem | None = None
 
 
 Choose = Callable[[StepProblem], Schedule]
@@ -127,7 +116,7 @@ def tune(
     proposal = _proposal(model, problem, choose, forced)
     measured = {first.name: _agreed_seconds(model, steps)}
     if isinstance(proposal, str):
-        return Tuned(first, proposal, measured, {}, problem)
+        return Tuned(first, proposal, measured, {}, problem, timeline_of(steps[-_TOLD:]))
     plan, predicted = proposal
     if forced is not None:
         model.switch(plan)
@@ -146,7 +135,8 @@ def tune(
     model.switch(best)
     model.forget_plans()
     verdict = _verdict(best, first, plan, measured)
-    return Tuned(best, verdict, measured, {plan.name: predicted}, problem)
+    timeline = timeline_of(tried[best.name][-_TOLD:])
+    return Tuned(best, verdict, measured, {plan.name: predicted}, problem, timeline)
 
 
 def _measure(warm_up: int) -> Generator[None, MeasuredStep, list[MeasuredStep]]:

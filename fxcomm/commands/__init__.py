@@ -1,0 +1,1 @@
+"""What the command line does, as functions that return documents; :mod:`fxcomm.cli` prints them."""
