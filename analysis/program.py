@@ -299,7 +299,7 @@ def _name_of(node: torch.fx.Node) -> str:
 
 
 def _is_functional(node: torch.fx.Node) -> bool:
-    return _name_of(node).startswith("_c10d_functional.")
+    return _name_of(node).startswith(("_c10d_functional.", "fxcomm.exchange."))
 
 
 def _is_wait(node: torch.fx.Node) -> bool:
@@ -490,7 +490,7 @@ class _BackwardReader:
         begins = stamp is not None and stamp.role == "finish" and not self._continues(node)
         for source in node.all_input_nodes:
             if source in self._launches:
-                # torch's own operators need torch's wait; others wait as they begin to finish.
+                # Those that torch waits for need its wait; others wait as they begin to finish.
                 waits = _is_wait(node) or (begins and not _is_functional(source))
                 bucket = self._launches[source].bucket
                 return CollectiveId(REDUCE, bucket) if waits else None

@@ -14,8 +14,7 @@ from fxcomm.communicator import Communicator, apply_calls, call_eagerly
 # Bytes of whole buckets. A bucket beyond the largest costs as the last two say.
 _SIZES = tuple(2**exponent for exponent in (14, 18, 22, 24))
 # Collectives in flight together, as in a step: what one costs behind others. Buffers on the way
-# swallow some bytes at once, so that a few small messages say nothing of many; and gloo's all-to-all
-# alone sends in one direction of the link after the other.
+# swallow some bytes at once, so that a few small messages say nothing of many.
 _MOST_IN_FLIGHT, _BYTES_IN_FLIGHT = 16, 2**24
 _REPEATS = 3
 _MATMUL = 192  # rows of the square matrices that stand for compute

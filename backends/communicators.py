@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fxcomm import compat
+from fxcomm.backends.exchange import exchange
 from fxcomm.communicator import Collective, Communicator, OperatorCall, Waitable
 
 _functional = torch.ops._c10d_functional
@@ -17,6 +18,9 @@ _aten = torch.ops.aten
 # gloo knows no complex numbers: they travel as pairs.
 _AS_PAIRS = (OperatorCall(_aten.view_as_real.default), OperatorCall(_aten.view.default, ([-1],)))
 _FROM_PAIRS = OperatorCall(_aten.view_as_complex.default)
+
+# From this size on an exchange costs the host more than gloo's all-to-all, but the link less.
+_EXCHANGED_BYTES = 2**20
 
 _WAIT = OperatorCall(_functional.wait_tensor.default)
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -82,9 +86,10 @@ class GlooCommunicator(_GroupCommunicator):
     """gloo on CPU tensors.
 
     gloo builds ``reduce_scatter`` on all-reduce and sends every byte twice. An all-to-all of the
-    slices and a local mean sends (N-1)/N of the buffer, the least possible, and rounds the mean
-    once (``aten.mean`` accumulates 16-bit floats in 32 bits). Its all-gather copies everything
-    twice; slices sent from and received into the buffer itself take a fifth of the time.
+    slices (large ones: see :mod:`fxcomm.backends.exchange`) and a local mean sends (N-1)/N of the
+    buffer, the least possible, and rounds the mean once (``aten.mean`` accumulates 16-bit floats in
+    32 bits). Its all-gather copies everything twice; slices sent from and received into the buffer
+    itself take a fifth of the time.
     """
 
     def all_gather(self, buffer: torch.Tensor, tag: int) -> Waitable:
@@ -104,11 +109,12 @@ class GlooCommunicator(_GroupCommunicator):
         world_size, pair = self.world_size, [2] if dtype.is_complex else []
         size = numel // world_size
         splits = [size * (2 if pair else 1)] * world_size
+        launch = OperatorCall(_functional.all_to_all_single.default, (splits, splits, self._name))
+        if numel * dtype.itemsize >= _EXCHANGED_BYTES:
+            launch = OperatorCall(exchange, (self._name,))
         return Collective(
             prepare=_AS_PAIRS if pair else (),
-            launch=OperatorCall(
-                _functional.all_to_all_single.default, (splits, splits, self._name)
-            ),
+            launch=launch,
             finish=(
                 _WAIT,
                 OperatorCall(_aten.view.default, ([world_size, size, *pair],)),

@@ -15,7 +15,9 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise
-        sys.stderr.write("fxcomm: the command line needs typer and rich: pip install 'fxcomm[cli]'\n")
+        sys.stderr.write(
+            "fxcomm: the command line needs typer and rich: pip install 'fxcomm[cli]'\n"
+        )
         sys.exit(2)
     try:
         app()

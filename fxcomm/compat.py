@@ -650,3 +650,25 @@ def send(group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int) ->
 def receive(group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int) -> Work:
     """Starts to receive ``tensor`` from the group's rank ``peer``."""
     return group.recv([tensor], peer, tag)
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """The process group that functional collectives know by ``name``."""
+    return cast(dist.ProcessGroup, _resolve_process_group(cast(Any, name)))
+
+
+def register_work(tensor: torch.Tensor, work: Work) -> None:
+    """Makes ``_c10d_functional.wait_tensor`` of ``tensor`` wait for ``work``, too."""
+    torch._C._distributed_c10d._register_work(tensor, work)
+
+
+def lower_as_collective(operator: torch._ops.OpOverload) -> None:
+    """Has Inductor take ``operator`` (one tensor and constants to one tensor) for a collective: it
+    keeps its place, and its input lives until its result is waited for."""
+    from torch._inductor import ir
+    from torch._inductor.lowering import register_lowering
+
+    @register_lowering(operator, type_promotion_kind=None)  # type: ignore[untyped-decorator]
+    def lower(sent: Any, *constants: Any) -> Any:
+        made = ir._CollectiveKernel.create_out_of_place(operator, sent, *constants)
+        return ir.TensorBox.create(cast(Any, made))

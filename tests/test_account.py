@@ -22,7 +22,7 @@ def test_tells_what_the_simulation_found(case: tuple[StepProblem, Schedule]) -> 
     account = account_of("plan", problem, schedule)
     assert account.step == simulate(problem, schedule)
     assert set(account.baselines) == set(NAMES)
-    assert [w.seconds for w in account.waits] == sorted((w.seconds for w in account.waits))[::-1]
+    assert [w.seconds for w in account.waits] == sorted(w.seconds for w in account.waits)[::-1]
     assert sum(w.seconds for w in account.waits) <= account.step.exposed + 1e-9
     longest = max((*account.step.exposed_reduce, *account.step.exposed_gather))
     if longest > 0.005 * account.step.seconds:

@@ -44,7 +44,10 @@ class Event:
 
 
 _COLLECTIVE = r"torch\.ops\._c10d_functional\."
-_LAUNCH = re.compile(rf"(\w+) = {_COLLECTIVE}(?:all_to_all_single|all_reduce)\.default\((\w+)")
+_LAUNCH = re.compile(
+    rf"(\w+) = (?:{_COLLECTIVE}(?:all_to_all_single|all_reduce)|torch\.ops\.fxcomm\.exchange)"
+    r"\.default\((\w+)"
+)
 _LAUNCH_IN_PLACE = re.compile(rf"{_COLLECTIVE}all_reduce_\.default\((\w+)")
 _WAIT = re.compile(rf"{_COLLECTIVE}wait_tensor\.default\((\w+)\)")
 _MATMUL = re.compile(r"extern_kernels\.\w*mm\(|_flash_attention_for_cpu_backward")

@@ -60,7 +60,8 @@ def _document(costs: LinkCosts, world_size: int) -> Document:
     return Document(
         data,
         [
-            f"{world_size} ranks; compute beside a collective is {costs.contention:.2f} times as slow.",
+            f"{world_size} ranks. Beside a collective, compute takes "
+            f"{costs.contention:.2f} times as long.",
             Table("Seconds of a collective behind others of its size", columns, rows),
         ],
     )

@@ -40,7 +40,11 @@ def compare_plans(ours: OverlapPlan, theirs: OverlapPlan) -> Document:
     if not facts and not moved:
         return Document({"same": True}, ["The plans are the same."])
     parts: list[str | Table] = [
-        Table("Decisions that differ", ("", ours.name or "first", theirs.name or "second"), tuple(facts))
+        Table(
+            "Decisions that differ",
+            ("", ours.name or "first", theirs.name or "second"),
+            tuple(facts),
+        )
     ]
     if moved:
         columns = ("parameter", "buckets in the first", "in the second")
@@ -86,6 +90,10 @@ def _places(plan: OverlapPlan) -> dict[str, str]:
         for segment in bucket.segments:
             spec = plan.layout.parameters[segment.parameter]
             whole = segment.numel == spec.numel
-            part = "" if whole else f"[{segment.parameter_offset}:{segment.parameter_offset + segment.numel}]"
+            part = (
+                ""
+                if whole
+                else f"[{segment.parameter_offset}:{segment.parameter_offset + segment.numel}]"
+            )
             places.setdefault(spec.name, []).append(f"{number}{part}")
     return {name: " ".join(found) for name, found in places.items()}

@@ -48,7 +48,9 @@ def _torch_version() -> Check:
     found = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     low, high = _TORCH
     right = low <= found < high
-    advice = "" if right else "install a torch from 2.11 to 2.14; private interfaces differ elsewhere"
+    advice = (
+        "" if right else "install a torch from 2.11 to 2.14; private interfaces differ elsewhere"
+    )
     return Check("torch", f"{torch.__version__}, Python {platform.python_version()}", advice)
 
 
@@ -67,14 +69,20 @@ def _libraries() -> Check:
 def _backends() -> Check:
     if not dist.is_available():
         return Check("collectives", "none", "this torch was built without torch.distributed")
-    found = [name for name, there in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())) if there]
+    found = [
+        name
+        for name, there in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available()))
+        if there
+    ]
     cuda = torch.cuda.is_available()
     devices = f"{torch.cuda.device_count()} CUDA devices" if cuda else "no CUDA device"
     advice = ""
     if not found:
         advice = "this torch has neither gloo nor NCCL"
     elif cuda and "nccl" not in found:
-        advice = "CUDA devices without NCCL: gloo copies through the host; install a torch with NCCL"
+        advice = (
+            "CUDA devices without NCCL: gloo copies through the host; install a torch with NCCL"
+        )
     return Check("collectives", f"{', '.join(found) or 'none'}; {devices}", advice)
 
 

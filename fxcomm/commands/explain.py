@@ -78,7 +78,9 @@ def account_parts(account: Account) -> list[str | Table]:
     step, parts = account.step, [account.limit]
     reasons = "\n".join(f"- {wait.reason}." for wait in account.waits)
     parts.append(f"Waits, the longest first:\n{reasons}" if reasons else "It waits for nothing.")
-    helps = tuple((w.change, ms(w.seconds), f"{step.seconds / w.seconds:.2f}") for w in account.what_if)
+    helps = tuple(
+        (w.change, ms(w.seconds), f"{step.seconds / w.seconds:.2f}") for w in account.what_if
+    )
     tables = [
         Table("What would help", ("change", "step ms", "times faster"), helps),
         Table(
