@@ -19,9 +19,6 @@ _aten = torch.ops.aten
 _AS_PAIRS = (OperatorCall(_aten.view_as_real.default), OperatorCall(_aten.view.default, ([-1],)))
 _FROM_PAIRS = OperatorCall(_aten.view_as_complex.default)
 
-# From this size on an exchange costs the host more than gloo's all-to-all, but the link less.
-_EXCHANGED_BYTES = 2**20
-
 _WAIT = OperatorCall(_functional.wait_tensor.default)
 _REDUCE = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -90,7 +87,11 @@ class GlooCommunicator(_GroupCommunicator):
     buffer, the least possible, and rounds the mean once (``aten.mean`` accumulates 16-bit floats in
     32 bits). Its all-gather copies everything twice; slices sent from and received into the buffer
     itself take a fifth of the time.
+
+    Buckets of at least ``exchanged_bytes`` are exchanged: small ones would cost the host more.
     """
+
+    exchanged_bytes: int = 2**20
 
     def all_gather(self, buffer: torch.Tensor, tag: int) -> Waitable:
         slices = _real(buffer).chunk(self.world_size)
@@ -110,7 +111,7 @@ class GlooCommunicator(_GroupCommunicator):
         size = numel // world_size
         splits = [size * (2 if pair else 1)] * world_size
         launch = OperatorCall(_functional.all_to_all_single.default, (splits, splits, self._name))
-        if numel * dtype.itemsize >= _EXCHANGED_BYTES:
+        if numel * dtype.itemsize >= self.exchanged_bytes:
             launch = OperatorCall(exchange, (self._name,))
         return Collective(
             prepare=_AS_PAIRS if pair else (),

@@ -10,6 +10,7 @@ import torch.fx
 from fxcomm.passes.pipeline import PassRecord
 from fxcomm.passes.stamp import stamp_of
 from fxcomm.plan import OverlapPlan
+from fxcomm.tuned import Tuned
 
 
 def graph_text(gm: torch.fx.GraphModule) -> str:
@@ -59,6 +60,11 @@ class Dump:
                 f"{record.nodes_before} -> {record.nodes_after} nodes\n"
             )
             self._write(f"{name}-{record.name}.txt", head + graph_text(gm))
+
+    def tuned(self, number: int, outcome: Tuned) -> None:
+        """Writes what tuning a model came to as ``tuned-NUMBER.json``, for ``fxcomm explain``."""
+        if self._directory is not None:
+            self._write(f"tuned-{number}.json", outcome.to_json())
 
     def plan(self, number: int, plan: OverlapPlan) -> None:
         """Writes a plan as ``plan-NUMBER.json``."""

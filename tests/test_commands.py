@@ -24,15 +24,15 @@ from fxcomm.tuned import Tuned
 from tests.test_simulate import problem_of
 
 
-def a_plan(name: str = "first", bucket_bytes: int = 128) -> OverlapPlan:
-    specs = [ParameterSpec(f"p{i}", 32, "float32", 4, "cpu") for i in range(3)]
+def a_plan(name: str = "first", bucket_bytes: int = 1024) -> OverlapPlan:
+    specs = [ParameterSpec(f"p{i}", 256, "float32", 4, "cpu") for i in range(3)]
     layout = build_layout([specs], bucket_bytes=bucket_bytes, world_size=2)
     count = len(layout.buckets)
     return OverlapPlan(name, layout, (True,) * count, None, tuple(reversed(range(count))), True)
 
 
 def a_problem() -> StepProblem:
-    problem = problem_of([2.0, 5.0, 8.0], [3.0, 1.0, 0.0], sizes=[32, 32, 32])
+    problem = problem_of([2.0, 5.0, 8.0], [3.0, 1.0, 0.0], sizes=[256, 256, 256])
     return replace(problem, tensors=tuple(replace(t, itemsize=4) for t in problem.tensors))
 
 
@@ -118,7 +118,7 @@ def test_equal_plans_do_not_differ() -> None:
 
 
 def test_differences_are_told() -> None:
-    document = compare_plans(a_plan(), replace(a_plan("other", 384), commshift=False))
+    document = compare_plans(a_plan(), replace(a_plan("other", 3072), commshift=False))
     assert document.exit_code == 1
     assert set(document.data["decisions"]) >= {"name", "buckets", "gathers into the forward"}
     assert document.data["decisions"]["gathers into the forward"] == ["True", "False"]
@@ -141,7 +141,7 @@ def test_plans_are_read_from_either_file(tmp_path: Path) -> None:
 
 def test_the_command_explains_and_compares(tmp_path: Path) -> None:
     (tmp_path / "tuned-0.json").write_text(outcome().to_json())
-    (tmp_path / "plan-0.json").write_text(a_plan("other", 384).to_json())
+    (tmp_path / "plan-0.json").write_text(a_plan("other", 3072).to_json())
     told = run("explain", tmp_path, "--html", tmp_path / "report.html")
     assert told.returncode == 0, told.stderr
     assert "What would help" in told.stdout

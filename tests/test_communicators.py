@@ -89,6 +89,12 @@ def units_apart(actual: Tensor, expected: Tensor) -> int:
 
 # --- means ---
 
+KINDS: dict[str, Callable[[dist.ProcessGroup], Communicator]] = {
+    "gloo": GlooCommunicator,
+    "exchange": partial(GlooCommunicator, exchanged_bytes=0),
+    "all-reduce": AllReduceCommunicator,
+}
+
 
 def mean_job(
     rank: int, world_size: int, kind: str, method: str, inputs: str, numel: int, dtype: torch.dtype
@@ -96,7 +102,7 @@ def mean_job(
     """This rank's result, and whether its input is still what it was."""
     group = dist.group.WORLD
     assert group is not None
-    communicator = {"gloo": GlooCommunicator, "all-reduce": AllReduceCommunicator}[kind](group)
+    communicator = KINDS[kind](group)
     mine = INPUTS[inputs](world_size, numel, dtype)[rank].clone()
     before = mine.clone()
     result = run_collective(getattr(communicator, method)(numel, dtype), mine)
@@ -122,7 +128,7 @@ def numel_for(world_size: int) -> int:
     return 8 * world_size * 13
 
 
-SCATTERS = [("gloo", "reduce_scatter_mean")]
+SCATTERS = [("gloo", "reduce_scatter_mean"), ("exchange", "reduce_scatter_mean")]
 WHOLE = [("gloo", "all_reduce_mean"), ("all-reduce", "reduce_scatter_mean")]
 
 
@@ -143,10 +149,13 @@ def test_means_are_true(
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_16_bit_mean_is_rounded_once(ranks: Pools, world_size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("kind", "method"), SCATTERS)
+def test_a_16_bit_mean_is_rounded_once(
+    ranks: Pools, world_size: int, dtype: torch.dtype, kind: str, method: str
+) -> None:
     numel = numel_for(world_size)
     expected = true_mean(spread(world_size, numel, dtype))
-    mean = whole_mean(ranks(world_size), "gloo", "reduce_scatter_mean", "spread", numel, dtype)
+    mean = whole_mean(ranks(world_size), kind, method, "spread", numel, dtype)
     assert units_apart(mean, expected) <= 1
 
 
@@ -234,6 +243,37 @@ def several_gathers_job(rank: int, world_size: int) -> bool:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_gathers_may_run_together(ranks: Pools, world_size: int) -> None:
     assert all(ranks(world_size).run(several_gathers_job))
+
+
+def several_exchanges_job(rank: int, world_size: int) -> list[bool]:
+    """Exchanges and gathers on one group, all started before the first wait, which is the last
+    one's. Of sizes that buffers on the way swallow, and that they do not."""
+    group = dist.group.WORLD
+    assert group is not None
+    communicator = GlooCommunicator(group, exchanged_bytes=0)
+    memory = torch.zeros(4, 8 * world_size)
+    started = []
+    for number, numel in enumerate((64, 2**20, 8, 2**18)):
+        sent = torch.arange(numel * world_size, dtype=torch.float32) * (rank + 1) + number
+        collective = communicator.reduce_scatter_mean(sent.numel(), sent.dtype)
+        memory[number].chunk(world_size)[rank].fill_(rank + 1)
+        gathered = communicator.all_gather(memory[number], number)
+        started.append((collective, call_eagerly(collective.launch, sent), gathered, sent))
+    right = []
+    for number, (collective, landed, gathered, sent) in reversed([*enumerate(started)]):
+        gathered.wait()
+        mean = apply_calls(collective.finish, landed, call_eagerly)
+        scale = (world_size + 1) / 2
+        whole = (sent - number) / (rank + 1) * scale + number
+        right.append(torch.allclose(mean, whole.chunk(world_size)[rank]))
+        ranks = torch.arange(1.0, world_size + 1).repeat_interleave(8)
+        right.append(torch.equal(memory[number], ranks))
+    return right
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_exchanges_may_run_together(ranks: Pools, world_size: int) -> None:
+    assert all(all(right) for right in ranks(world_size).run(several_exchanges_job))
 
 
 def small_job(rank: int, world_size: int) -> dict[str, list[float]] | None:

@@ -76,11 +76,12 @@ def _event(line: str) -> Event:
 class Layers(nn.Sequential):
     """Equal layers; a bucket for each. Each but the first costs two matmuls in backward."""
 
-    def __init__(self) -> None:
-        super().__init__(*[f for _ in range(6) for f in (nn.Linear(48, 48), nn.Tanh())])
+    def __init__(self, width: int) -> None:
+        super().__init__(*[f for _ in range(6) for f in (nn.Linear(width, width), nn.Tanh())])
 
 
 LAYER_MB = 4 * (48 * 48 + 64) / 2**20
+WIDE_MB = 4 * (512 * 512 + 512) / 2**20  # large enough to be exchanged
 GPT_MB = 0.008
 # The benchmark's blocks, in buckets of its default size.
 BLOCK = {"width": 384, "layers": 2}
@@ -122,9 +123,9 @@ def emitting_job(rank: int, world_size: int, name: str, options: dict[str, Any])
     del rank, world_size
     torch.manual_seed(0)
     size = BLOCK if name == "blocks" else {"width": 16, "layers": 3}
-    layers = name == "layers"
-    model: nn.Module = Layers() if layers else TiedGPT(vocabulary=23, **size)
-    inputs = torch.randn(8, 48) if layers else torch.randint(0, 23, (2, 9))
+    width = {"layers": 48, "wide layers": 512}.get(name)
+    model: nn.Module = Layers(width) if width else TiedGPT(vocabulary=23, **size)
+    inputs = torch.randn(8, width) if width else torch.randint(0, 23, (2, 9))
     compiled = torch.compile(model, backend="fxcomm", options=options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -167,6 +168,11 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt, little in flight": ("gpt", {"bucket_mb": GPT_MB, "in_flight_mb": 5 * GPT_MB}),
     "gpt, 16 bits": ("gpt", {"bucket_mb": GPT_MB, "reduce_dtype": "bfloat16"}),
     "layers, ddp": ("layers", {"bucket_mb": LAYER_MB, "stage": "ddp"}),
+    "wide layers": ("wide layers", {"bucket_mb": WIDE_MB}),
+    "wide layers, little in flight": (
+        "wide layers",
+        {"bucket_mb": WIDE_MB, "in_flight_mb": 4 * WIDE_MB},
+    ),
 }
 LITTLE = [name for name in PROGRAMS if "little" in name]
 
@@ -196,6 +202,13 @@ def test_every_bucket_is_launched_once_in_plan_order(program: Emitted) -> None:
     for event, numel in zip(launches, sizes, strict=True):
         if "all_to_all" in event.line:
             assert str([numel // WORLD] * WORLD) in event.line
+
+
+def test_large_buckets_are_exchanged(emit: Emit) -> None:
+    for which, exchanged in (("layers", False), ("wide layers", True)):
+        name, options = PROGRAMS[which]
+        for event in emit(name, **options).launches():
+            assert ("fxcomm.exchange" in event.line) == exchanged
 
 
 def test_launches_are_spread_over_the_backward(program: Emitted) -> None:

@@ -8,12 +8,15 @@ import typer
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from fxcomm.analysis.roofline import DEVICES
 from fxcomm.commands.calibrate import calibrate as calibrated
 from fxcomm.commands.compare_plans import compare_plans, read_plan
 from fxcomm.commands.doctor import doctor as examined
 from fxcomm.commands.document import Document
 from fxcomm.commands.explain import explain as explained
 from fxcomm.commands.explain import read_tuned, write_report
+from fxcomm.commands.simulate import NAMES, capture_named
+from fxcomm.commands.simulate import simulate as simulated
 
 app = typer.Typer(
     help="fxcomm: what it planned, why a step takes its time, and what links cost.",
@@ -47,6 +50,56 @@ def diff(
 ) -> None:
     """What differs between two plans. Exits with 1 if anything does."""
     show(compare_plans(read_plan(first), read_plan(second)), as_json)
+
+
+Model = Annotated[
+    str,
+    typer.Option(
+        help=f"{', '.join(NAMES)}; a script.py whose model() returns a module and the keyword "
+        "arguments of a batch; or a file that 'fxcomm capture' wrote."
+    ),
+]
+Device = Annotated[str, typer.Option(help=f"What computes: {', '.join(DEVICES)}.")]
+Batch = Annotated[int, typer.Option(help="Sequences of a rank, for a model by name.", min=1)]
+Sequence = Annotated[int, typer.Option(help="Tokens of a sequence.", min=2)]
+
+
+@app.command()
+def simulate(
+    model: Model,
+    world: Annotated[int, typer.Option(help="How many ranks.", min=1)],
+    link: Annotated[str, typer.Option(help="What a rank sends: 100Gbit/s, 12.5GB/s.")],
+    device: Device = "h100",
+    batch: Batch = 1,
+    sequence: Sequence = 2048,
+    seconds: Annotated[float, typer.Option(help="How long to search.", min=0.0)] = 1.0,
+    as_json: AsJson = False,
+) -> None:
+    """A training step of a model on any number of ranks, without one of them."""
+    show(
+        simulated(
+            model,
+            world_size=world,
+            link=link,
+            device=device,
+            batch=batch,
+            sequence=sequence,
+            budget_s=seconds,
+        ),
+        as_json,
+    )
+
+
+@app.command()
+def capture(
+    model: Model,
+    out: Annotated[Path, typer.Option(help="The file to write: .json or .json.gz.")],
+    device: Device = "h100",
+    batch: Batch = 1,
+    sequence: Sequence = 2048,
+) -> None:
+    """Saves a model's training step, for 'simulate' without the model."""
+    capture_named(model, device, batch, sequence).save(out)
 
 
 @app.command()

@@ -91,6 +91,7 @@ class Tuning:
         self.switch(plan)
         self.forget_plans()
         self.outcome = replace(outcome, why=f"{plan.name!r} is from an earlier run's tuning")
+        self._model.dump.tuned(self._model.number, self.outcome)
         return True
 
     @staticmethod
@@ -122,6 +123,7 @@ class Tuning:
         self._say(outcome.why, last=True)
         if self.rank == 0:
             _log.info("tuning: %s; measured %s", outcome.why, outcome.measured)
+            self._model.dump.tuned(self._model.number, outcome)
             if outcome.measured:
                 self._cache.put("plan", self._fingerprint, outcome.to_json())
 
