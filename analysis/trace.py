@@ -1,4 +1,4 @@
-"""Captures a training step of a model without ranks, and, on the meta device, without memory.
+"""Captures a training step of a model without ranks, and with tensors that take no memory.
 
 The graphs are those that Inductor would compile, from the same pipeline as in training.
 """
@@ -119,9 +119,9 @@ def trace_step(
 ) -> TracedStep:
     """Runs a forward and a backward of ``model`` and keeps the graphs of both.
 
-    Model and inputs may be on the meta device: then nothing is computed. ``loss`` makes a scalar of
-    what the model returns; by default that is its ``loss``, or the sum of the means of all floating
-    tensors in it.
+    Model and inputs may be fake (:func:`fxcomm.compat.without_memory`): then nothing is computed.
+    ``loss`` makes a scalar of what the model returns; by default that is its ``loss``, or the sum
+    of the means of all floating tensors in it.
 
     Raises:
         FxcommError: the model trains no parameter, does not become one graph, or no gradient

@@ -672,3 +672,10 @@ def lower_as_collective(operator: torch._ops.OpOverload) -> None:
     def lower(sent: Any, *constants: Any) -> Any:
         made = ir._CollectiveKernel.create_out_of_place(operator, sent, *constants)
         return ir.TensorBox.create(cast(Any, made))
+
+
+def without_memory() -> AbstractContextManager[object]:
+    """Context in which tensors are made without memory or values, whatever their device."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxcomm import compat
 from fxcomm.analysis.projection import Cluster, Projection, project
 from fxcomm.analysis.roofline import DEVICES, node_cost
 from fxcomm.analysis.trace import Capture, trace_step
@@ -21,7 +22,7 @@ from fxcomm.commands.explain import account_data, account_parts
 from fxcomm.errors import FxcommError
 
 Model = tuple[nn.Module, dict[str, Any]]
-"""A model on the meta device, and the keyword arguments of a batch."""
+"""A model, and the keyword arguments of a batch."""
 
 # Published configurations: (class of the configuration, what differs from its defaults).
 _ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
@@ -82,7 +83,7 @@ def capture_named(model: str, device: str, batch: int, sequence: int) -> Capture
     costs of ``device`` (a file has its own).
 
     A script defines ``model()``, which returns a module and the keyword arguments of a batch; it
-    runs under ``torch.device("meta")``.
+    runs where tensors take no memory and have no values.
 
     Raises:
         FxcommError: there is no such model, or it cannot be captured.
@@ -102,7 +103,7 @@ def capture_named(model: str, device: str, batch: int, sequence: int) -> Capture
             f"simulate: no model {model!r}; there are {', '.join(NAMES)}, or a script.py with a "
             "function model(), or a captured step"
         )
-    with torch.device("meta"):
+    with compat.without_memory():
         module, arguments = build()
         traced = trace_step(module, (), arguments)
     return traced.captured(path.stem, node_cost(DEVICES[device]))
