@@ -57,7 +57,7 @@ def planned(
     layout = cut_layout(parameters, _cuts(schedule), world_size=like.layout.world_size)
     if len(layout.buckets) == len(schedule.buckets):
         order, places = schedule.gather_order, schedule.update_after
-    else:  # a cut has been left out
+    else:  # two cuts have become one
         order, places = by_first_use(problem, _pieces(layout.buckets)), ()
     plan = replace(
         like,

@@ -228,8 +228,8 @@ def cut_layout(
     """Packs ``parameters``, in production order, into buckets that end at ``cuts``.
 
     A cut inside a parameter moves to the nearest place at which a bucket may end there (it must not
-    leave padding inside the parameter), and is left out where that is none of its inner elements.
-    Buckets of several dtypes or devices that are open at a cut between parameters all end there.
+    leave padding inside the parameter), or to where the parameter begins or ends. Buckets of
+    several dtypes or devices that are open at a cut between parameters all end there.
 
     Raises:
         ValueError: a cut is at no element of a parameter.
@@ -294,19 +294,24 @@ class _Packer:
                 self.close()
 
     def append_cut(self, parameter: int, numel: int, cuts: Sequence[int]) -> None:
-        """Place all elements of the parameter, ending buckets inside it near ``cuts``."""
-        placed = 0
-        for cut in cuts:
+        """Place all elements of the parameter, ending buckets near ``cuts``: inside it, or where it
+        begins or ends."""
+        placed, ends = 0, False
+        for cut in filter(None, cuts):
             offset = self._next_offset()
             end = _round_down(offset + cut - placed + self.quantum // 2, self.quantum)
             count = end - offset
-            if count > 0 and placed + count < numel and cut:
+            if placed + count >= numel:
+                ends = True
+            elif count > 0:
                 self.segments.append(Segment(parameter, placed, offset, count))
                 placed += count
                 self.close()
+            elif not placed:
+                self.close()
         if placed < numel:
             self.segments.append(Segment(parameter, placed, self._next_offset(), numel - placed))
-            if numel in cuts:
+            if ends:
                 self.close()
 
     def close(self) -> None:

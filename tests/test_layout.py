@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable
@@ -516,6 +517,20 @@ def test_cut_layouts_are_layouts_and_end_where_told(
     again = cut_layout(parameters, begins, world_size=world_size)
     if len({p.memory for p in parameters}) == 1:
         assert again == layout
+
+
+@given(parameters_and_cuts())
+def test_no_cut_of_one_memory_is_lost(
+    case: tuple[list[ParameterSpec], list[tuple[int, int]], int],
+) -> None:
+    parameters, cuts, world_size = case
+    parameters = [spec(p.name, p.numel) for p in parameters]
+    layout = cut_layout(parameters, cuts, world_size=world_size)
+    before = [0, *itertools.accumulate(p.numel for p in parameters)]
+    ends = {0, before[-1], *(before[index] + element for index, element in cuts_of(layout))}
+    quantum = math.lcm(ALIGNMENT, 8 * world_size)
+    for index, element in cuts:
+        assert min(abs(before[index] + element - end) for end in ends) <= quantum
 
 
 @given(parameters_and_cuts(), st.integers(1, 20_000))
