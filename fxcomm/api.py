@@ -13,6 +13,7 @@ from torch import nn
 
 from fxcomm.analysis.measured import MeasuredStep, timeline_of
 from fxcomm.analysis.timeline import chrome_trace
+from fxcomm.commands.explain import write_report
 from fxcomm.errors import FxcommError
 from fxcomm.registry import REGISTRY
 from fxcomm.runtime.model import ManagedModel
@@ -116,6 +117,22 @@ def save_timeline(path: str | os.PathLike[str], steps: Sequence[MeasuredStep]) -
         OSError: the file cannot be written.
     """
     Path(path).write_text(json.dumps(chrome_trace({"measured": timeline_of(steps)})))
+
+
+def save_report(path: str | os.PathLike[str], module: nn.Module) -> None:
+    """Writes the report of ``module``'s tuned plan: one HTML file that says what limits a step,
+    what would help, and how other plans compare, with the simulated and a measured timeline.
+
+    Raises:
+        FxcommError: tuning still goes on, measured nothing, or the file cannot be written.
+    """
+    outcome = tuned(module)
+    if outcome is None:
+        raise FxcommError(
+            "save_report: there is no tuned plan yet. Train about 45 steps on several ranks first; "
+            "fxcomm.tuned(model) tells when it is there."
+        )
+    write_report(Path(path), outcome)
 
 
 def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -17,8 +17,8 @@ from fxcomm.plan import OverlapPlan
 class Tuned:
     """What tuning came to: the plan that stays, and seconds of a step by plan, measured and (but
     for the first plan's) predicted. ``why`` it ended, in words. ``problem`` is what the search was
-    for, None if it never came to one. ``timeline`` is a measured step of the plan on rank 0, empty
-    if none was."""
+    for, None if it never came to one. ``timeline`` are the last measured steps of the plan, on
+    this rank; empty if none were."""
 
     plan: OverlapPlan
     why: str

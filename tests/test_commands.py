@@ -10,13 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+import fxcomm
 from fxcomm.analysis.costs import Schedule, StepProblem
 from fxcomm.analysis.simulate import step_seconds
 from fxcomm.analysis.timeline import Span
 from fxcomm.commands.compare_plans import compare_plans, read_plan
 from fxcomm.commands.document import Document, Table
-from fxcomm.commands.explain import explain, read_tuned
+from fxcomm.commands.explain import explain, read_tuned, write_report
 from fxcomm.errors import FxcommError
 from fxcomm.layout import ParameterSpec, build_layout
 from fxcomm.plan import OverlapPlan
@@ -107,6 +109,15 @@ def test_explain_says_what_is_missing(tmp_path: Path) -> None:
         read_tuned(tmp_path)
     with pytest.raises(FxcommError, match="the model has changed"):
         explain(Tuned(a_plan(), "the model has changed", {}, {}))
+
+
+def test_a_report_needs_a_tuned_plan(tmp_path: Path) -> None:
+    with pytest.raises(FxcommError, match="about 45 steps"):
+        fxcomm.save_report(tmp_path / "report.html", torch.nn.Linear(1, 1))
+    write_report(tmp_path / "report.html", outcome())
+    assert outcome().plan.name in (tmp_path / "report.html").read_text()
+    with pytest.raises(FxcommError, match="cannot be written"):
+        write_report(tmp_path / "no" / "report.html", outcome())
 
 
 # --- diff ---

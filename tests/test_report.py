@@ -144,4 +144,5 @@ def test_the_timeline_tells_what_is_pointed_at(page: Any) -> None:
         "c.dispatchEvent(new PointerEvent('pointermove', {clientX: b.left + 135,"
         "clientY: b.top + 5}))"
     )
-    assert "forward: from 0.0 to" in page.find_element("id", "status").text
+    # The innermost span there.
+    assert "wait for gather 2: from 0.0 to" in page.find_element("id", "status").text

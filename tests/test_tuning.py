@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from fxcomm.analysis.schedules import named_plan, planned, schedule_of
 from fxcomm.analysis.search import Limits, search
 from fxcomm.analysis.simulate import SimulatedStep, simulate, step_seconds
 from fxcomm.analysis.timeline import Span
+from fxcomm.commands.explain import explain, read_tuned
 from fxcomm.layout import ParameterSpec
 from fxcomm.options import PLANS
 from fxcomm.plan import GraphExecution, ObservedBackward, OverlapPlan, baseline_plan
@@ -398,9 +400,15 @@ def tuned_job(
 
 @pytest.mark.parametrize("case", ["gpt", "mlp"])
 @pytest.mark.parametrize("clip", [0.0, 0.5])
-def test_training_goes_on_while_plans_change(ranks: Pools, case: str, clip: float) -> None:
-    results = ranks(2).run(tuned_job, case, {"lowering": "eager"}, clip)
-    assert results[0][1] == results[1][1]
+def test_training_goes_on_while_plans_change(
+    ranks: Pools, case: str, clip: float, tmp_path: Path
+) -> None:
+    options = {"lowering": "eager", "dump": str(tmp_path)}
+    results = ranks(2).run(tuned_job, case, options, clip)
+    mine, theirs = (replace(outcome, timeline=()) for _, outcome, _, _ in results if outcome)
+    assert mine == theirs
+    assert read_tuned(tmp_path) == results[0][1]
+    assert explain(read_tuned(tmp_path)).data["measured_s"] == mine.measured
     for trained, outcome, parked, now in results:
         assert_equal_training(trained, train_alone(2, case, steps=50, clip=clip or None), 1e-9)
         assert outcome is not None
