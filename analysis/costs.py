@@ -215,15 +215,16 @@ class StepProblem:
         try:
             fields = json.loads(text)
             rows = fields.pop("tensors")
-            tensors = (
-                TensorTimes(*row[:5], math.inf if row[5] is None else row[5]) for row in rows
+            tensors = tuple(
+                TensorTimes(name, numel, itemsize, ready, last, math.inf if use is None else use)
+                for name, numel, itemsize, ready, last, use in rows
             )
-            curves = {
-                name: LinkCurve(tuple((float(b), float(s)) for b, s in fields.pop(name)))
+            reduce, gather = (
+                LinkCurve(tuple((float(b), float(s)) for b, s in fields.pop(name)))
                 for name in ("reduce", "gather")
-            }
+            )
             borders = tuple(map(int, fields.pop("borders")))
-            return cls(tensors=tuple(tensors), borders=borders, **curves, **fields)
+            return cls(tensors=tensors, borders=borders, reduce=reduce, gather=gather, **fields)
         except (TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
             raise ValueError(f"not a step problem: {error!r}") from error
 

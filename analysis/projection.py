@@ -53,7 +53,7 @@ class Cluster:
         al. 2005)."""
         parts = (self.world_size - 1) / self.world_size
         if not parts:
-            return LinkCosts(*[LinkCurve(((0.0, 0.0),))] * 2)
+            return LinkCosts(LinkCurve(((0.0, 0.0),)), LinkCurve(((0.0, 0.0),)))
         alpha = self.latency * math.ceil(math.log2(self.world_size))
         curve = LinkCurve.of_link(alpha, self.bytes_per_second / parts)
         return LinkCosts(curve, curve)

@@ -182,9 +182,11 @@ class _Recorder:
                 self.backwards.append(self._backward(graph, known))
             else:
                 given = compat.plain_inputs(graph).items()
-                parameters = {place: known[index] for place, index in given if index in known}
+                parameters: dict[str | int, str] = {
+                    place: known[index] for place, index in given if index in known
+                }
                 phase = Phase(PhaseKind.FORWARD)
-                self.forwards.append(PhaseGraph(phase, graph.graph, {**parameters}))
+                self.forwards.append(PhaseGraph(phase, graph.graph, parameters))
             return compat.boxed(lambda args: graph.forward(*args))
 
         return compat.compile_fx(gm, inputs, config={}, inner_compile=keep)

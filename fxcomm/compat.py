@@ -38,7 +38,7 @@ from torch._dynamo.exc import ShortenTraceback
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import LocalSource
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
-from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._guards import CompileContext, TracingContext, detect_fake_mode, tracing
 from torch._inductor.compile_fx import compile_fx as _compile_fx
 from torch._inductor.compile_fx import compile_fx_inner as _compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
@@ -654,7 +654,7 @@ def receive(group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int)
 
 def group_named(name: str) -> dist.ProcessGroup:
     """The process group that functional collectives know by ``name``."""
-    return cast(dist.ProcessGroup, _resolve_process_group(cast(Any, name)))
+    return _resolve_process_group(cast(Any, name))
 
 
 def register_work(tensor: torch.Tensor, work: Work) -> None:
@@ -668,7 +668,7 @@ def lower_as_collective(operator: torch._ops.OpOverload) -> None:
     from torch._inductor import ir
     from torch._inductor.lowering import register_lowering
 
-    @register_lowering(operator, type_promotion_kind=None)  # type: ignore[untyped-decorator]
+    @register_lowering(operator, type_promotion_kind=None)
     def lower(sent: Any, *constants: Any) -> Any:
         made = ir._CollectiveKernel.create_out_of_place(operator, sent, *constants)
         return ir.TensorBox.create(cast(Any, made))
@@ -679,3 +679,37 @@ def without_memory() -> AbstractContextManager[object]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode()
+
+
+# --- structured logs ------------------------------------------------------------------------
+
+
+def structured_logs() -> bool:
+    """Whether somebody takes torch's structured logs: TORCH_TRACE names a folder for them."""
+    # A handler without a folder goes with the first record.
+    handlers = torch._logging._internal.trace_log.handlers
+    return any(getattr(handler, "root_dir", "") is not None for handler in handlers)
+
+
+def current_compile_id() -> Any:
+    """The id of the compilation that runs in this thread, None outside of one."""
+    return CompileContext.current_compile_id()
+
+
+def log_artifact(name: str, text: Callable[[], str], compile_id: Any) -> None:
+    """Puts a text, which is made only if it is wanted, into the structured logs, where tlparse
+    shows it with the compilation that runs now, or else with that of ``compile_id``."""
+    if structured_logs():
+        torch._logging._internal.trace_structured(
+            "artifact",
+            metadata_fn=lambda: {"name": name, "encoding": "string"},
+            payload_fn=text,
+            expect_trace_id=False,
+            compile_id=compile_id,
+        )
+
+
+def size_hint(size: torch.SymInt) -> int | None:
+    """What a symbolic size was in the example inputs, None if that is not known."""
+    hint = size.node.hint
+    return None if hint is None else int(hint)

@@ -116,8 +116,8 @@ def _one_step() -> Check:
     own = not dist.is_initialized()
     with TemporaryDirectory() as folder:
         if own:
-            store = dist.FileStore(str(Path(folder) / "store"), 1)
-            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+            file = (Path(folder) / "store").as_uri()
+            dist.init_process_group("gloo", init_method=file, rank=0, world_size=1)
         try:
             loss = _train()
         except Exception as error:
