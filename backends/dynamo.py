@@ -101,9 +101,15 @@ def _forward(
     found = {position: REGISTRY.find(p) for position, p in parameters.items()}
     managed = {i: entry[1] for i, entry in found.items() if entry and entry[0] is model}
     uses = [managed[i].index for i in use_order(graph, frozenset(managed))]
+    observe = None if model is None else model.observe_passes(graph)
+    captured, names = graph, {i: p.name for i, p in managed.items()}
     if options.stage != "ddp" and options.commshift:
-        graph = run_passes(GATHER_PASSES, graph, GatherContext(frozenset(parameters)))
-    return graph, read_forward(graph.graph, {i: p.name for i, p in managed.items()}, uses)
+        context = GatherContext(frozenset(parameters))
+        graph = run_passes(GATHER_PASSES, graph, context, observe=observe)
+    forward = read_forward(graph.graph, names, uses)
+    if model is not None:
+        model.dump.forward(forward, captured, names)
+    return graph, forward
 
 
 def _model_for(

@@ -300,7 +300,9 @@ class Options:
         metadata=_about(
             _optional(_directory),
             allowed="a directory as str or os.PathLike, or None",
-            help="Directory for graphs and plans, before and after each pass. None dumps nothing.",
+            help="Directory in which rank 0 writes plans, step graphs, and graphs before and after "
+            "each pass. None leaves it to the environment variable FXCOMM_DUMP; without that, "
+            "nothing is dumped.",
             agreed=False,
         ),
     )

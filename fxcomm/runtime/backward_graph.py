@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -306,8 +305,8 @@ class BackwardGraph:
             in_flight_bytes=min((x for x in limits if x is not None), default=None),
             local=tuple((position, p.order) for position, p in local),
         )
-        name = f"model{self._model.number}-backward{self.number}-arenas{len(self._model.arenas)}"
-        observe = functools.partial(self._model.dump.after_pass, name)
+        name = f"model{self._model.serial}-backward{self.number}"
+        observe = self._model.dump.passes(name, self._captured.gm)
         updates = self._updates(runs)
         passes = (*REDUCE_PASSES, MARK_PASS, *([update_pass(updates)] if updates else []))
         gm = run_passes(passes, self._captured.gm, context, observe=observe)

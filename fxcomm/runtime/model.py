@@ -9,6 +9,7 @@ that all ranks agree on.
 from __future__ import annotations
 
 import itertools
+import os
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -24,8 +25,8 @@ from fxcomm.analysis.costs import LinkCosts
 from fxcomm.analysis.measured import EventKind
 from fxcomm.analysis.schedules import named_plan
 from fxcomm.communicator import Communicator, apply_calls, call_eagerly
-from fxcomm.dump import Dump
-from fxcomm.errors import FxcommError, UnsupportedModelError
+from fxcomm.dump import Dump, Observe
+from fxcomm.errors import FxcommError, OptionsError, UnsupportedModelError
 from fxcomm.options import Options
 from fxcomm.plan import (
     BASELINE_IN_FLIGHT_BYTES,
@@ -119,7 +120,9 @@ class ManagedModel:
         self._marks: GraphMarks | None = None
         self._backward_began = 0.0
         self.buffers = MutableBuffers()
-        self.dump = Dump(options.dump if environment.rank == 0 else None)
+        self.dump = Dump.of(
+            options.dump, os.environ, rank=environment.rank, process=dist.get_rank()
+        )
         self._refusal: FxcommError | None = None
         self._silenced = 0
         self._backwards = 0  # of this step, without those under no_sync
@@ -127,6 +130,7 @@ class ManagedModel:
         self._forwards: weakref.WeakSet[ForwardGraph] = weakref.WeakSet()
         self._graphs: weakref.WeakSet[BackwardGraph] = weakref.WeakSet()
         self._graph_count = 0
+        self._forward_count = 0
         self._dense: Communicator | None = None
         self._control: dist.ProcessGroup | None = None
         self._pass: BackwardPass | None = None
@@ -180,7 +184,15 @@ class ManagedModel:
         return self._marks
 
     def connect(self) -> None:
-        """Opens the groups that every model needs. Collective."""
+        """Opens the groups that every model needs. Collective.
+
+        Raises:
+            OptionsError: on every rank, if rank 0 cannot write dumps.
+        """
+        topic, problem = self.topic("the dump directory"), self.dump.problem()
+        problem = self.environment.agreement.from_rank_zero(topic, problem)
+        if problem:
+            raise OptionsError(problem)
         _ = self.control, self.dense
 
     @property
@@ -222,11 +234,21 @@ class ManagedModel:
 
     def add_graph(self, captured: CapturedBackward) -> BackwardGraph:
         """Takes charge of a captured backward graph."""
-        graph = BackwardGraph(self._graph_count, self, captured)
+        number = self._graph_count
         self._graph_count += 1
-        self.dump.graph(f"model{self.number}-backward{graph.number}", captured.gm)
+        self.dump.graph(f"model{self.serial}-backward{number}", captured.gm)
+        gradients = {position: p.name for position, p in captured.gradients}
+        self.dump.backward(captured.forward, captured.gm, gradients)
+        graph = BackwardGraph(number, self, captured)
         self._graphs.add(graph)
         return graph
+
+    def observe_passes(self, gm: torch.fx.GraphModule) -> Observe | None:
+        """Dumps a forward graph as captured; the result is to be told of the passes on it."""
+        name = f"model{self.serial}-forward{self._forward_count}"
+        self._forward_count += 1
+        self.dump.graph(name, gm)
+        return self.dump.passes(name, gm)
 
     def observing_uses(
         self, forward: ForwardGraph, run: Callable[[list[Any]], Sequence[Any]]
@@ -815,6 +837,7 @@ class ManagedModel:
         self.arenas.append(arena)
         self.dump.plan(arena.number, arena.plan)
         if isinstance(arena, ShardedArena):
+            self.dump.step(arena.plan)
             self._share_reads(arena)
             for p in chosen:
                 gradient = p.parameter.grad
@@ -854,8 +877,8 @@ class ManagedModel:
             updater.move_state(old)
         old.release()
         self._parked.append(old)
-        self._follow_plans()
         self.dump.plan(number, plan)
+        self._follow_plans()
 
     def _arena_in_place_of(self, old: ShardedArena, plan: OverlapPlan) -> ShardedArena:
         for arena in self._parked:
