@@ -30,11 +30,12 @@ Loss = Callable[[Any], Tensor]
 
 @dataclass(frozen=True)
 class Capture:
-    """A training step of one forward and one backward: its graph with costs, without buckets; the
-    trained parameters in order of registration; and the bytes of what the forward saves for the
-    backward, besides parameters."""
+    """A training step of one forward and one backward: its graph with costs on ``device``, without
+    buckets; the trained parameters in order of registration; and the bytes of what the forward
+    saves for the backward, besides parameters."""
 
     name: str
+    device: str
     step: StepGraph
     parameters: tuple[ParameterSpec, ...]
     saved_bytes: int
@@ -45,6 +46,7 @@ class Capture:
             {
                 "format": _FORMAT,
                 "name": self.name,
+                "device": self.device,
                 "step": json.loads(self.step.to_json()),
                 "parameters": [asdict(spec) for spec in self.parameters],
                 "saved_bytes": self.saved_bytes,
@@ -64,6 +66,7 @@ class Capture:
                 raise ValueError(f"format is {fields['format']!r}, expected {_FORMAT!r}")
             return cls(
                 str(fields["name"]),
+                str(fields["device"]),
                 StepGraph.from_json(json.dumps(fields["step"])),
                 tuple(ParameterSpec(**spec) for spec in fields["parameters"]),
                 int(fields["saved_bytes"]),
@@ -98,10 +101,10 @@ class TracedStep:
     backward: PhaseGraph
     parameters: tuple[ParameterSpec, ...]
 
-    def captured(self, name: str, cost: NodeCost) -> Capture:
-        """The step with costs, as a value that can be kept."""
+    def captured(self, name: str, device: str, cost: NodeCost) -> Capture:
+        """The step with the costs of a device, as a value that can be kept."""
         step = capture_step([self.forward, self.backward], cost)
-        return Capture(name, step, self.parameters, self._saved_bytes())
+        return Capture(name, device, step, self.parameters, self._saved_bytes())
 
     def _saved_bytes(self) -> int:
         values = output_values(self.forward.graph)

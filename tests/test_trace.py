@@ -31,7 +31,7 @@ def gpt() -> TiedGPT:
 
 @cache
 def captured() -> Capture:
-    return trace_step(gpt(), [torch.randint(0, 23, (2, 8))]).captured("gpt", CPU)
+    return trace_step(gpt(), [torch.randint(0, 23, (2, 8))]).captured("gpt", "cpu-core", CPU)
 
 
 # --- captures ---
@@ -65,7 +65,7 @@ def test_nothing_is_computed_for_tensors_without_memory() -> None:
     with compat.without_memory():
         model = nn.Sequential(nn.Linear(2**15, 2**15), nn.Linear(2**15, 2**15))  # 8 GiB
         traced = trace_step(model, [torch.zeros(4, 2**15)])
-    capture = traced.captured("wide", CPU)
+    capture = traced.captured("wide", "cpu-core", CPU)
     assert len(capture.step.contributors) == 4
     # The second layer's gradient needs what the first made; the batch itself is an input.
     assert capture.saved_bytes == 4 * 2**15 * 4
@@ -73,7 +73,7 @@ def test_nothing_is_computed_for_tensors_without_memory() -> None:
 
 def test_memory_changes_nothing() -> None:
     with compat.without_memory():
-        fake = trace_step(gpt(), [torch.randint(0, 23, (2, 8))]).captured("gpt", CPU)
+        fake = trace_step(gpt(), [torch.randint(0, 23, (2, 8))]).captured("gpt", "cpu-core", CPU)
     assert fake == captured()
 
 
@@ -186,6 +186,8 @@ def test_a_script_and_a_file_are_simulated_alike(tmp_path: Path) -> None:
     capture_named(str(script), "cpu-core", 1, 2).save(tmp_path / "net.json")
     again = simulate(str(tmp_path / "net.json"), **options)  # type: ignore[arg-type]
     assert math.isclose(again.data["step_s"], document.data["step_s"], rel_tol=0.05)
+    with pytest.raises(FxcommError, match="--device cpu-core"):
+        simulate(str(tmp_path / "net.json"), world_size=16, link="1Gbit/s", device="h100")
 
 
 def test_unknown_models_are_named(tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 import runpy
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -66,13 +68,13 @@ def bytes_per_second(text: str) -> float:
     """
     found = re.fullmatch(r"([0-9.]+)\s*([kmgt]?)(bit|b)(?:/s|ps)", text.strip(), re.IGNORECASE)
     try:
-        assert found is not None
-        rate = float(found[1]) * _UNITS[found[2].lower()]
-    except (AssertionError, ValueError):
-        raise FxcommError(
-            f"simulate: {text!r} is no rate of a link; write 100Gbit/s or 12.5GB/s"
-        ) from None
-    rate = rate / 8 if found[3].lower() == "bit" or found[3] == "b" else rate
+        number = float(found[1]) if found else math.nan
+    except ValueError:
+        number = math.nan
+    if found is None or math.isnan(number):
+        raise FxcommError(f"simulate: {text!r} is no rate of a link; write 100Gbit/s or 12.5GB/s")
+    bits = found[3] == "b" or found[3].lower() == "bit"
+    rate = number * _UNITS[found[2].lower()] / (8 if bits else 1)
     if not rate > 0:
         raise FxcommError(f"simulate: a link of {text!r} moves nothing")
     return rate
@@ -80,7 +82,7 @@ def bytes_per_second(text: str) -> float:
 
 def capture_named(model: str, device: str, batch: int, sequence: int) -> Capture:
     """The step of a known model, of a script's, or of a file that ``fxcomm capture`` wrote, with
-    costs of ``device`` (a file has its own).
+    costs of ``device``.
 
     A script defines ``model()``, which returns a module and the keyword arguments of a batch; it
     runs where tensors take no memory and have no values.
@@ -92,10 +94,10 @@ def capture_named(model: str, device: str, batch: int, sequence: int) -> Capture
         raise FxcommError(f"simulate: no device {device!r}; there are {', '.join(DEVICES)}")
     path = Path(model)
     if path.suffix in (".json", ".gz"):
-        return Capture.load(path)
+        return _of_file(path, device)
     build: Callable[[], Model]
     if model in _ARCHITECTURES:
-        build = lambda: _transformer(model, batch, sequence)  # noqa: E731
+        build = partial(_transformer, model, batch, sequence)
     elif path.suffix == ".py":
         build = _of_script(path)
     else:
@@ -106,7 +108,18 @@ def capture_named(model: str, device: str, batch: int, sequence: int) -> Capture
     with compat.without_memory():
         module, arguments = build()
         traced = trace_step(module, (), arguments)
-    return traced.captured(path.stem, node_cost(DEVICES[device]))
+    name = path.stem if path.suffix == ".py" else model
+    return traced.captured(name, device, node_cost(DEVICES[device]))
+
+
+def _of_file(path: Path, device: str) -> Capture:
+    capture = Capture.load(path)
+    if capture.device != device:
+        raise FxcommError(
+            f"simulate: {path} holds costs of {capture.device!r}, not of {device!r}; pass "
+            f"--device {capture.device}, or capture the model anew"
+        )
+    return capture
 
 
 def _of_script(path: Path) -> Callable[[], Model]:
